@@ -1,0 +1,135 @@
+"""Attention for packed tokens of several sequences over a `RaggedCache`.
+
+Linear layers run on packed tokens `[1, T]`; only here is the query block padded to `[rows, Q]`. Registered with
+transformers under a name without "flash", which would make transformers look for a flash-attention kernel.
+"""
+
+import torch
+from torch.nn import functional as F
+
+
+class PackedBatch:
+    """The tokens of one forward pass: which row and position each has.
+
+    Args:
+        query_rows, query_positions: int64 `[T]`, tokens that attend; those of a row are consecutive.
+        key_rows, key_positions: int64 `[K]`, tokens whose keys are written; the queries themselves by default.
+        longest: slots to attend over, one more than the highest position of any row.
+        block_ends: int64 `[rows]`, last slot that a row's queries may see, where attention isn't causal.
+    """
+
+    def __init__(
+        self,
+        query_rows: torch.Tensor,
+        query_positions: torch.Tensor,
+        num_rows: int,
+        longest: int,
+        counts: list[int],
+        key_rows: torch.Tensor | None = None,
+        key_positions: torch.Tensor | None = None,
+        block_ends: torch.Tensor | None = None,
+    ):
+        self.query_rows, self.query_positions = query_rows, query_positions
+        self.key_rows = query_rows if key_rows is None else key_rows
+        self.key_positions = query_positions if key_positions is None else key_positions
+        self.num_rows, self.longest, self.counts = num_rows, longest, counts
+        self.block_ends = block_ends
+        self.width = max(counts)
+        self.rectangular = min(counts) == self.width and len(counts) == num_rows
+        self._masks: dict[tuple, torch.Tensor | None] = {}
+        if not self.rectangular:
+            starts = torch.tensor([0, *counts]).cumsum(0)[:-1].to(query_rows.device)
+            self.columns = torch.arange(len(query_rows), device=query_rows.device) - starts[query_rows]
+
+    def pad(self, packed: torch.Tensor, fill: int = 0) -> torch.Tensor:
+        """`[T, ...]` to `[rows, Q, ...]`."""
+        if self.rectangular:
+            return packed.reshape(self.num_rows, self.width, *packed.shape[1:])
+        padded = packed.new_full((self.num_rows, self.width, *packed.shape[1:]), fill)
+        padded[self.query_rows, self.columns] = packed
+        return padded
+
+    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
+        """`[rows, Q, ...]` to `[T, ...]`."""
+        return padded.flatten(0, 1) if self.rectangular else padded[self.query_rows, self.columns]
+
+    def mask(self, causal: bool, window: int | None, groups: int) -> torch.Tensor | None:
+        """Bool `[rows, 1, groups * Q, longest]`, true where a query may look; `None` when it may look everywhere.
+        Made once per forward pass and kind of layer."""
+        key = (causal, window, groups)
+        if key not in self._masks:
+            self._masks[key] = self._make_mask(causal, window, groups)
+        return self._masks[key]
+
+    def _make_mask(self, causal: bool, window: int | None, groups: int) -> torch.Tensor | None:
+        if self.num_rows == 1 and window is None and (self.width == 1 or not causal):
+            return None
+        positions = self.pad(self.query_positions)
+        last = positions if causal else self.block_ends[:, None].expand_as(positions)
+        slots = torch.arange(self.longest, device=positions.device)
+        mask = slots <= last[..., None]
+        if window is not None:
+            # transformers counts the query's own position in a causal window, and not in a bidirectional one.
+            reach = window - 1 if causal else window
+            mask = mask & (slots >= positions[..., None] - reach)
+        return mask[:, None].repeat(1, 1, groups, 1)
+
+    def attention(
+        self,
+        module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask=None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, None]:
+        """Attention with transformers' interface.
+
+        Args:
+            query: `[1, heads, T, D]`, packed.
+            key, value: `[rows, kv_heads, longest, D]`, from `RaggedCache.update`.
+            s_aux: one attention-sink logit per head.
+
+        Returns:
+            `[1, T, heads, D]` and `None` for the weights.
+        """
+        heads, kv_heads = query.shape[1], key.shape[1]
+        groups = heads // kv_heads
+        padded = self.pad(query[0].transpose(0, 1)).transpose(1, 2)
+        # Heads that share keys are stacked along the query axis, so that keys are never repeated in memory.
+        folded = padded.reshape(self.num_rows, kv_heads, groups * self.width, -1)
+        mask = self.mask(module.is_causal, sliding_window, groups)
+        if softcap is None and s_aux is None:
+            output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+        else:
+            output = _capped_attention(folded, key, value, mask, scaling, softcap, s_aux, groups)
+        output = output.reshape(self.num_rows, heads, self.width, -1).transpose(1, 2)
+        return self.unpad(output)[None], None
+
+
+def _capped_attention(query, key, value, mask, scaling, softcap, sinks, groups):
+    """Soft-capped logits (Gemma 2) and attention sinks (gpt-oss), which the fused kernel has no room for."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    logits = torch.matmul(query, key.transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    if mask is not None:
+        logits = logits.masked_fill(~mask, float("-inf"))
+    if sinks is None:
+        weights = logits.softmax(dim=-1)
+    else:
+        width = query.shape[2] // groups
+        sink = sinks.float().reshape(1, key.shape[1], groups).repeat_interleave(width, dim=-1)[..., None]
+        sink = sink.expand(query.shape[0], -1, -1, -1)
+        weights = torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1]
+    return torch.matmul(weights.to(value.dtype), value)
+
+
+def ragged_attention(module, query, key, value, attention_mask=None, ragged: PackedBatch | None = None, **kwargs):
+    """The attention function registered with transformers; the batch arrives as the keyword `ragged`."""
+    return ragged.attention(module, query, key, value, attention_mask, **kwargs)

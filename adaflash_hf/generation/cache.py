@@ -1,0 +1,71 @@
+"""A key/value cache with one row per sequence and one slot per position, so that rejected tokens need no cropping.
+
+Slot j of row r holds position j of that sequence. `update` writes the packed keys of one forward pass to their slots
+and returns the rows whole; what lies beyond a row's own length is masked by the attention and overwritten later.
+Both the target (verification) and the drafter (context and block) use it.
+"""
+
+import torch
+from transformers.cache_utils import Cache
+
+from .attention import PackedBatch
+
+
+class RaggedCache(Cache):
+    """Keys and values `[rows, kv_heads, slots, head_dim]` per layer, grown as needed.
+
+    Call `begin(batch)` before each forward pass of the model that the cache is given to.
+    """
+
+    def __init__(self):
+        super().__init__(layers=[])
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.batch: PackedBatch | None = None
+
+    def begin(self, batch: PackedBatch) -> None:
+        """Announces the tokens of the next forward pass."""
+        self.batch = batch
+
+    def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
+        """Writes `[1, kv_heads, T, head_dim]` packed keys and values to their slots; returns the rows in use,
+        `[rows, kv_heads, longest, head_dim]`."""
+        batch = self.batch
+        while len(self.keys) <= layer_idx:
+            self.keys.append(key_states.new_zeros(0))
+            self.values.append(value_states.new_zeros(0))
+        for store, states in ((self.keys, key_states), (self.values, value_states)):
+            if store[layer_idx].numel() == 0 or not _fits(store[layer_idx], batch):
+                store[layer_idx] = _grown(store[layer_idx], batch, states)
+            packed = states[0].transpose(0, 1)
+            store[layer_idx][batch.key_rows, :, batch.key_positions] = packed
+        rows, longest = batch.num_rows, batch.longest
+        return self.keys[layer_idx][:rows, :, :longest], self.values[layer_idx][:rows, :, :longest]
+
+    def move_row(self, source: int, destination: int) -> None:
+        """Overwrites one row with another, when a finished sequence leaves the batch."""
+        for store in (*self.keys, *self.values):
+            store[destination].copy_(store[source])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.batch.longest if self.batch is not None and self.keys else 0
+
+    def row(self, layer_idx: int, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[kv_heads, length, head_dim]` of one row."""
+        return self.keys[layer_idx][row, :, :length], self.values[layer_idx][row, :, :length]
+
+
+def _fits(store: torch.Tensor, batch: PackedBatch) -> bool:
+    return store.shape[0] >= batch.num_rows and store.shape[2] >= batch.longest
+
+
+def _grown(store: torch.Tensor, batch: PackedBatch, states: torch.Tensor) -> torch.Tensor:
+    """A larger copy. Zeros, not raw memory: a masked slot's value is multiplied by 0, which NaN would survive."""
+    rows, slots = batch.num_rows, batch.longest
+    if store.numel():
+        rows, slots = max(rows, store.shape[0]), max(slots, store.shape[2])
+    slots = max(64, slots + slots // 2)
+    grown = states.new_zeros(rows, states.shape[1], slots, states.shape[3])
+    if store.numel():
+        grown[: store.shape[0], :, : store.shape[2]] = store
+    return grown

@@ -1,0 +1,65 @@
+"""What a call to `generate` did, per row: how much was drafted, verified and accepted, and where the time went."""
+
+import contextlib
+import contextvars
+from dataclasses import dataclass, field
+
+from transformers.generation import GenerateDecoderOnlyOutput
+
+
+@dataclass
+class AdaFlashStatistics:
+    """Statistics of one call. Row i belongs to row i of the output.
+
+    Attributes:
+        accepted_lengths: per row and verify step, tokens committed by it, bonus token included (tau). Tokens that a
+            stop condition cut off are not counted.
+        candidate_lengths: per row and verify step, tokens put up for verification, anchor included.
+        prefill_seconds, draft_seconds, verify_seconds: wall-clock time of the whole call, in seconds.
+    """
+
+    accepted_lengths: list[list[int]] = field(default_factory=list)
+    candidate_lengths: list[list[int]] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """tau: committed tokens per verify step and row, over the call; 0 when no step was taken."""
+        steps = sum(len(row) for row in self.accepted_lengths)
+        return sum(map(sum, self.accepted_lengths)) / steps if steps else 0.0
+
+    @property
+    def mean_candidate_length(self) -> float:
+        """Tokens verified per step and row, anchor included; 0 when no step was taken."""
+        steps = sum(len(row) for row in self.candidate_lengths)
+        return sum(map(sum, self.candidate_lengths)) / steps if steps else 0.0
+
+
+@dataclass
+class GenerateAdaFlashOutput(GenerateDecoderOnlyOutput):
+    """`GenerateDecoderOnlyOutput` and the call's statistics."""
+
+    statistics: AdaFlashStatistics | None = None
+
+
+_collector: contextvars.ContextVar[list[AdaFlashStatistics] | None] = contextvars.ContextVar("adaflash", default=None)
+
+
+@contextlib.contextmanager
+def collect_statistics():
+    """Yields a list to which every AdaFlash `generate` call of this thread inside the block adds its statistics."""
+    calls: list[AdaFlashStatistics] = []
+    token = _collector.set(calls)
+    try:
+        yield calls
+    finally:
+        _collector.reset(token)
+
+
+def report(statistics: AdaFlashStatistics) -> None:
+    """Hands a finished call's statistics to the collector, if one is open."""
+    calls = _collector.get()
+    if calls is not None:
+        calls.append(statistics)

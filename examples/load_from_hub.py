@@ -1,0 +1,51 @@
+# /// script
+# dependencies = ["adaflash_hf"]
+# ///
+"""Loads a published DFlash drafter and its target from the Hub and generates. Needs a GPU and a connection.
+
+    python examples/load_from_hub.py --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16
+
+Drafters of Qwen3 are trained with thinking off, and accept far less with it on, so the flag is passed to the template.
+"""
+
+import argparse
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from adaflash_hf import AdaFlashDrafter
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="Qwen/Qwen3-8B")
+    parser.add_argument("--drafter", default="z-lab/Qwen3-8B-DFlash-b16")
+    parser.add_argument("--prompt", default="How many positive whole-number divisors does 196 have?")
+    parser.add_argument("--max_new_tokens", type=int, default=512)
+    parser.add_argument("--enable_thinking", action="store_true", help="Only for drafters trained with thinking on.")
+    arguments = parser.parse_args()
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.bfloat16).to(device)
+    drafter = AdaFlashDrafter.from_pretrained(arguments.drafter, dtype=torch.bfloat16).to(device)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": arguments.prompt}],
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+        enable_thinking=arguments.enable_thinking,
+    ).to(device)
+    output = target.generate(
+        **inputs,
+        assistant_model=drafter,
+        do_sample=False,
+        max_new_tokens=arguments.max_new_tokens,
+        return_dict_in_generate=True,
+    )
+    print(tokenizer.decode(output.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    print(f"accepted length (tau): {output.statistics.mean_accepted_length:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""Greedy output equals plain `generate` in float32, token for token, whatever the drafter proposes."""
+
+import pytest
+import torch
+from tiny import TARGETS, make_drafter, make_target, ragged_prompts
+
+from adaflash_hf import collect_statistics
+
+
+GREEDY = {"do_sample": False, "max_new_tokens": 24}
+
+
+@pytest.mark.parametrize("policy", ["fixed", "head"])
+@pytest.mark.parametrize("name", TARGETS)
+def test_single_rows(name, policy, oracle):
+    target, drafter = make_target(name), make_drafter(head="survival")
+    drafter.generation_config.length_policy = policy
+    for length in (1, 3, 7, 12):
+        ids, _ = ragged_prompts((length,))
+        plain = target.generate(ids, **GREEDY)
+        oracle(plain)
+        with collect_statistics() as calls:
+            ours = target.generate(ids, assistant_model=drafter, **GREEDY)
+        assert torch.equal(ours, plain)
+        if policy == "fixed":
+            assert calls[0].mean_accepted_length > 2
+
+
+@pytest.mark.parametrize("policy", ["fixed", "head"])
+@pytest.mark.parametrize("name", TARGETS)
+def test_ragged_batch(name, policy, oracle):
+    target, drafter = make_target(name), make_drafter(head="length")
+    drafter.generation_config.length_policy = policy
+    ids, mask = ragged_prompts()
+    plain = target.generate(ids, attention_mask=mask, **GREEDY)
+    oracle(plain)
+    ours = target.generate(ids, attention_mask=mask, assistant_model=drafter, **GREEDY)
+    assert torch.equal(ours, plain)
+    for i in range(len(ids)):
+        alone = target.generate(ids[i : i + 1, mask[i] == 1], **GREEDY)
+        assert torch.equal(ours[i, mask[i].argmax() :], alone[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_real_drafts(name):
+    """Without the oracle: whatever this random drafter proposes."""
+    target, drafter = make_target(name), make_drafter()
+    ids, mask = ragged_prompts()
+    plain = target.generate(ids, attention_mask=mask, **GREEDY)
+    ours = target.generate(ids, attention_mask=mask, assistant_model=drafter, **GREEDY)
+    assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_end_token_at_every_position(batch, oracle):
+    target, drafter = make_target(), make_drafter()
+    ids, mask = ragged_prompts((1, 3, 7, 12)[-batch:])
+    run = target.generate(ids, attention_mask=mask, **GREEDY)
+    oracle(run, every=100)
+    for k in range(12):
+        end = int(run[0, ids.shape[1] + k])
+        options = {"attention_mask": mask, "eos_token_id": end, "pad_token_id": 0, **GREEDY}
+        plain = target.generate(ids, **options)
+        ours = target.generate(ids, assistant_model=drafter, **options)
+        assert torch.equal(ours, plain), f"end token at position {k}"
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 4, 5, 6])
+def test_lengths_around_a_block(new_tokens, oracle):
+    target, drafter = make_target(), make_drafter()
+    ids, mask = ragged_prompts()
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": new_tokens}
+    plain = target.generate(ids, **options)
+    oracle(target.generate(ids, attention_mask=mask, **GREEDY), every=100)
+    ours = target.generate(ids, assistant_model=drafter, **options)
+    assert torch.equal(ours, plain)
+
+
+def test_num_return_sequences_are_rows():
+    target, drafter = make_target(), make_drafter()
+    ids, _ = ragged_prompts((5,))
+    options = {"do_sample": True, "max_new_tokens": 12, "num_return_sequences": 8, "assistant_model": drafter}
+    rows = target.generate(ids, **options)
+    assert rows.shape == (8, 17)
+    assert len({tuple(row.tolist()) for row in rows}) > 4
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_num_assistant_tokens_caps_the_block(most, oracle):
+    target, drafter = make_target(), make_drafter()
+    drafter.generation_config.num_assistant_tokens = most
+    ids, _ = ragged_prompts((5,))
+    plain = target.generate(ids, **GREEDY)
+    oracle(plain, every=100)
+    output = target.generate(ids, assistant_model=drafter, return_dict_in_generate=True, **GREEDY)
+    assert torch.equal(output.sequences, plain)
+    assert max(output.statistics.candidate_lengths[0]) == most + 1
+
+
+def test_statistics_add_up(oracle):
+    target, drafter = make_target(), make_drafter()
+    ids, mask = ragged_prompts()
+    oracle(target.generate(ids, attention_mask=mask, **GREEDY))
+    with collect_statistics() as calls:
+        output = target.generate(
+            ids, attention_mask=mask, assistant_model=drafter, return_dict_in_generate=True, **GREEDY
+        )
+        target.generate(ids, attention_mask=mask, assistant_model=drafter, **GREEDY)
+    statistics = output.statistics
+    assert len(calls) == 2 and calls[0] is statistics
+    for accepted, candidates in zip(statistics.accepted_lengths, statistics.candidate_lengths, strict=True):
+        assert 1 + sum(accepted) == GREEDY["max_new_tokens"]
+        assert all(1 <= a <= c for a, c in zip(accepted, candidates, strict=True))
+    assert statistics.draft_seconds > 0 and statistics.verify_seconds > 0
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_scores_logits_and_cache_as_plain(batch, oracle):
+    target, drafter = make_target(), make_drafter()
+    ids, mask = ragged_prompts((1, 3, 7, 12)[-batch:])
+    options = {
+        "attention_mask": mask,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+        "repetition_penalty": 1.3,
+        **GREEDY,
+    }
+    plain = target.generate(ids, **options)
+    oracle(plain.sequences)
+    ours = target.generate(ids, assistant_model=drafter, **options)
+    assert torch.equal(ours.sequences, plain.sequences)
+    for name in ("scores", "logits"):
+        torch.testing.assert_close(torch.stack(ours[name]), torch.stack(plain[name]), rtol=1e-4, atol=1e-4)
+    assert ours.cache.get_seq_length() == plain.cache.get_seq_length()
+    real = mask.bool()
+    width = ids.shape[1]
+    for ours_layer, plain_layer in zip(ours.cache.layers, plain.cache.layers, strict=True):
+        torch.testing.assert_close(ours_layer.keys[:, :, width:], plain_layer.keys[:, :, width:], rtol=1e-3, atol=1e-4)
+        prompt = real[:, None, :, None].expand_as(plain_layer.keys[:, :, :width])
+        torch.testing.assert_close(
+            ours_layer.keys[:, :, :width][prompt], plain_layer.keys[:, :, :width][prompt], rtol=1e-3, atol=1e-4
+        )
+
+
+def test_custom_stopping_criterion_cuts_inside_a_block(oracle):
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    class StopAt(StoppingCriteria):
+        def __init__(self, length):
+            self.length = length
+
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+    target, drafter = make_target(), make_drafter()
+    ids, _ = ragged_prompts((5,))
+    oracle(target.generate(ids, **GREEDY), every=100)
+    for length in range(6, 14):
+        options = {"stopping_criteria": StoppingCriteriaList([StopAt(length)]), **GREEDY}
+        plain = target.generate(ids, **options)
+        assert torch.equal(target.generate(ids, assistant_model=drafter, **options), plain)
+
+
+def test_streamer_gets_every_token_once(oracle):
+    class Collect:
+        def __init__(self):
+            self.tokens, self.ended = [], False
+
+        def put(self, value):
+            self.tokens += value.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    target, drafter = make_target(), make_drafter()
+    ids, _ = ragged_prompts((5,))
+    oracle(target.generate(ids, **GREEDY))
+    plain, ours = Collect(), Collect()
+    target.generate(ids, streamer=plain, **GREEDY)
+    target.generate(ids, streamer=ours, assistant_model=drafter, **GREEDY)
+    assert ours.tokens == plain.tokens and ours.ended
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 15, "eos_token_id": 5},
+        {"bad_words_ids": [[7], [8, 9]]},
+        {"suppress_tokens": [3, 4]},
+        {"prefix_allowed_tokens_fn": lambda batch, ids: list(range(4 + batch, 20 + batch))},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_processors(options, oracle):
+    target, drafter = make_target(), make_drafter()
+    ids, mask = ragged_prompts()
+    plain = target.generate(ids, attention_mask=mask, **options, **GREEDY)
+    oracle(plain)
+    ours = target.generate(ids, attention_mask=mask, assistant_model=drafter, **options, **GREEDY)
+    assert torch.equal(ours, plain)
+
+
+def test_guidance_scale_at_batch_one(oracle):
+    target, drafter = make_target(), make_drafter()
+    ids, _ = ragged_prompts((5,))
+    plain = target.generate(ids, guidance_scale=1.5, **GREEDY)
+    oracle(plain)
+    assert torch.equal(target.generate(ids, guidance_scale=1.5, assistant_model=drafter, **GREEDY), plain)
+
+
+def test_label_convention_and_draft_vocabulary(oracle):
+    target = make_target()
+    ids, mask = ragged_prompts()
+    plain = target.generate(ids, attention_mask=mask, **GREEDY)
+    oracle(plain)
+    for drafter in (make_drafter(label_convention="sample_from_anchor"), make_drafter(draft_vocab_size=12)):
+        ours = target.generate(ids, attention_mask=mask, assistant_model=drafter, **GREEDY)
+        assert torch.equal(ours, plain)
+
+
+def test_sliding_drafter(oracle):
+    target = make_target()
+    ids, mask = ragged_prompts()
+    plain = target.generate(ids, attention_mask=mask, **GREEDY)
+    oracle(plain)
+    for causal in (True, False):
+        drafter = make_drafter(sliding_window=6, sliding_window_causal=causal)
+        assert torch.equal(target.generate(ids, attention_mask=mask, assistant_model=drafter, **GREEDY), plain)

@@ -1,0 +1,53 @@
+import copy
+
+import pytest
+import torch
+from tiny import make_drafter, make_target, ragged_prompts
+from torch import nn
+
+from adaflash_hf.kernels.packed_linear import PackedLinear, can_pack, pack_linear_weights, packed_function
+
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch build has no oneDNN")
+
+
+@pytest.mark.parametrize("rows", [(1,), (3,), (2, 5), (17,)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_equals_linear(rows, bias):
+    layer = nn.Linear(31, 45, bias=bias)
+    x = torch.randn(*rows, 31)
+    expected = layer(x)
+    function = packed_function(layer.weight, layer.bias)
+    torch.testing.assert_close(function(x), expected, rtol=1e-5, atol=1e-5)
+    assert pack_linear_weights(layer) == 1 and type(layer) is PackedLinear
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+        strided = torch.randn(31, 8).t()
+        torch.testing.assert_close(layer(strided), nn.functional.linear(strided, layer.weight, layer.bias))
+
+
+def test_gradients_use_the_parameters():
+    layer, x = nn.Linear(8, 8), torch.randn(2, 8)
+    plain = copy.deepcopy(layer)
+    pack_linear_weights(layer)
+    layer(x).sum().backward()
+    plain(x).sum().backward()
+    assert torch.equal(layer.weight.grad, plain.weight.grad)
+
+
+def test_what_cannot_be_packed_is_left_alone():
+    assert not can_pack(torch.randn(4, 4, dtype=torch.bfloat16))
+    assert not can_pack(torch.randn(4, 4, device="meta"))
+    assert pack_linear_weights(nn.Linear(4, 4).bfloat16()) == 0
+
+
+def test_packed_models_generate_as_packed_plain():
+    target, drafter = make_target(), make_drafter(draft_vocab_size=20)
+    ids, mask = ragged_prompts()
+    unpacked = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=12)
+    saved = {key: value.clone() for key, value in target.state_dict().items()}
+    assert pack_linear_weights(target) == 4 * 7 + 1 and pack_linear_weights(drafter) > 0
+    plain = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=12)
+    ours = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=12, assistant_model=drafter)
+    assert torch.equal(ours, plain) and torch.equal(plain, unpacked)
+    assert all(torch.equal(value, saved[key]) for key, value in target.state_dict().items())

@@ -1,0 +1,97 @@
+"""Tiny random targets and drafters, built from configs. Weights are large, so that greedy runs don't settle into one
+token, and vocabularies small, so that a random drafter is accepted now and then."""
+
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from adaflash_hf import AdaFlashConfig, AdaFlashDrafter
+
+
+VOCAB = 32
+_SHARED = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_SLIDING = ["sliding_attention", "full_attention"] * 2
+TARGETS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 9}),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {"sliding_window": 9, "layer_types": _SLIDING}),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+def make_target(name: str = "llama", seed: int = 0, **overrides):
+    model_class, config_class, extra = TARGETS[name]
+    settings = {**_SHARED, **extra, **overrides}
+    if config_class is Qwen2Config:
+        settings.pop("head_dim")
+    torch.manual_seed(seed)
+    return model_class(config_class(**settings)).eval()
+
+
+def make_drafter(seed: int = 1, head: str | None = None, **overrides) -> AdaFlashDrafter:
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.3,
+        "block_size": 5,
+        "mask_token_id": 1,
+        "target_layer_ids": [0, 2],
+        "num_target_layers": 4,
+        "target_model": "tiny/target",
+        **overrides,
+    }
+    if head is not None:
+        settings["length_head"] = {
+            "kind": head,
+            "hidden_size": settings["hidden_size"],
+            "block_size": settings["block_size"],
+            "bottleneck_size": 16,
+            "initializer_range": 1.0,
+        }
+        if settings.get("label_convention") == "sample_from_anchor":
+            settings["length_head"]["num_drafted_tokens"] = settings["block_size"]
+    torch.manual_seed(seed)
+    return AdaFlashDrafter(AdaFlashConfig(**settings)).eval()
+
+
+def ragged_prompts(lengths=(1, 3, 7, 12), seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """Left-padded `input_ids` and `attention_mask`."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    ids = torch.zeros(len(lengths), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, length in enumerate(lengths):
+        ids[i, width - length :] = torch.randint(2, VOCAB, (length,), generator=generator)
+        mask[i, width - length :] = 1
+    return ids, mask

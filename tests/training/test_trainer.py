@@ -1,0 +1,201 @@
+"""What training shows the drafter is what decoding shows it, and nothing more."""
+
+import json
+
+import pytest
+import torch
+from tiny import make_drafter, make_target
+
+from adaflash_hf import AdaFlashDrafter, AdaFlashError, AdaFlashValueError, collect_statistics
+from adaflash_hf.target import Target
+from adaflash_hf.training.anchors import block_masks, sample_anchors
+from adaflash_hf.training.data import FeatureShards, collate, save_feature_shard
+from adaflash_hf.training.rollouts import add_features, frequent_tokens
+from adaflash_hf.training.trainer import AdaFlashTrainer, AdaFlashTrainingArguments, DistillationModel
+
+
+def arguments(folder, **overrides):
+    settings = {
+        "per_device_train_batch_size": 4,
+        "learning_rate": 3e-3,
+        "anchors_per_sequence": 16,
+        "max_steps": 150,
+        "logging_steps": 25,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **overrides,
+    }
+    return AdaFlashTrainingArguments(output_dir=str(folder), **settings)
+
+
+def greedy_samples(target, count: int, new_tokens: int = 40) -> list[dict]:
+    prompts = torch.randint(2, 32, (count, 4), generator=torch.Generator().manual_seed(5))
+    rows = target.generate(prompts, do_sample=False, max_new_tokens=new_tokens)
+    return [{"input_ids": row, "prompt_length": 4} for row in rows]
+
+
+@pytest.mark.parametrize("overrides", [{}, {"sliding_window": 8}, {"label_convention": "sample_from_anchor"}], ids=str)
+def test_an_overfitted_drafter_accepts_nearly_everything(tmp_path, overrides):
+    target = make_target()
+    drafter = make_drafter(initializer_range=0.05, **overrides)
+    samples = greedy_samples(target, 1)
+    AdaFlashTrainer(drafter, target, arguments(tmp_path), train_dataset=samples * 64).train()
+    drafter.eval()
+    with collect_statistics() as calls:
+        ours = target.generate(
+            samples[0]["input_ids"][None, :4], assistant_model=drafter, do_sample=False, max_new_tokens=40
+        )
+    assert torch.equal(ours[0], samples[0]["input_ids"])
+    assert calls[0].mean_accepted_length > 0.85 * (drafter.config.num_drafted_tokens + 1)
+
+
+@pytest.mark.parametrize(
+    "overrides", [{}, {"sliding_window": 6}, {"sliding_window": 6, "sliding_window_causal": False}]
+)
+def test_training_and_decoding_draft_the_same(overrides):
+    """The hidden states of a training block equal those of the decoding loop at the same anchor."""
+    from adaflash_hf.generation.candidate_generator import DiffusionCandidateGenerator
+
+    target, drafter = make_target(), make_drafter(**overrides)
+    ids = greedy_samples(target, 1)[0]["input_ids"][None]
+    sample = add_features(Target(target, drafter.config), [{"input_ids": ids[0], "prompt_length": 4}])[0]
+    anchors, used = torch.tensor([[6, 11, 20]]), torch.ones(1, 3, dtype=torch.bool)
+    noise = torch.full((1, 3, 5), drafter.config.mask_token_id)
+    noise[..., 0] = ids.gather(1, anchors)
+    slots = (anchors[..., None] + torch.arange(5)).reshape(1, -1)
+    with torch.no_grad():
+        trained = drafter(
+            noise_embeds=target.get_input_embeddings()(noise.reshape(1, -1)),
+            context_hidden_states=sample["features"][None],
+            attention_mask=block_masks(anchors, used, ids.shape[1], drafter.config),
+            position_ids=torch.cat([torch.arange(ids.shape[1])[None], slots], dim=1),
+        ).last_hidden_state.reshape(3, 5, -1)
+        for block, anchor in enumerate(anchors[0].tolist()):
+            generator = DiffusionCandidateGenerator(drafter, Target(target, drafter.config))
+            positions = torch.arange(anchor)
+            generator.observe(sample["features"][:anchor], torch.zeros_like(positions), positions)
+            decoded = generator._block_hidden(ids[0, anchor : anchor + 1], torch.tensor([anchor]))
+            torch.testing.assert_close(decoded[0], trained[block], rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_see_nothing_at_or_past_their_anchor():
+    """Changing any token at or past an anchor changes nothing in that block but its anchor slot's input."""
+    target, drafter = make_target(), make_drafter()
+    parts = Target(target, drafter.config)
+    ids = greedy_samples(target, 1)[0]["input_ids"]
+    anchors, used = torch.tensor([[9, 12, 25]]), torch.ones(1, 3, dtype=torch.bool)
+
+    def hidden(tokens, anchor_tokens):
+        features = add_features(parts, [{"input_ids": tokens, "prompt_length": 4}])[0]["features"]
+        noise = torch.full((1, 3, 5), drafter.config.mask_token_id)
+        noise[0, :, 0] = anchor_tokens
+        slots = (anchors[..., None] + torch.arange(5)).reshape(1, -1)
+        with torch.no_grad():
+            return drafter(
+                noise_embeds=target.get_input_embeddings()(noise.reshape(1, -1)),
+                context_hidden_states=features[None],
+                attention_mask=block_masks(anchors, used, len(tokens), drafter.config),
+                position_ids=torch.cat([torch.arange(len(tokens))[None], slots], dim=1),
+            ).last_hidden_state.reshape(3, 5, -1)
+
+    before = hidden(ids, ids[anchors[0]])
+    for block, anchor in enumerate(anchors[0].tolist()):
+        for position in range(anchor, len(ids)):
+            changed = ids.clone()
+            changed[position] = (changed[position] + 1) % 30 + 2
+            torch.testing.assert_close(hidden(changed, ids[anchors[0]])[block], before[block], rtol=0, atol=1e-6)
+        changed = ids.clone()
+        changed[anchor - 1] = (changed[anchor - 1] + 1) % 30 + 2
+        assert not torch.allclose(hidden(changed, ids[anchors[0]])[block], before[block], atol=1e-4)
+
+
+def test_anchors():
+    loss_mask = torch.tensor([[0, 0, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]]).bool()
+    anchors, used = sample_anchors(loss_mask, 4)
+    assert [row[mask].tolist() for row, mask in zip(anchors, used, strict=True)] == [[2, 3], [1, 2, 3, 4], []]
+    few, used = sample_anchors(loss_mask, 2)
+    assert used.sum(1).tolist() == [2, 2, 0] and len(set(few[1].tolist())) == 2
+
+
+def test_rows_without_anchors_give_a_finite_loss():
+    target, drafter = make_target(), make_drafter(head="survival")
+    model = DistillationModel(drafter, target, arguments("/tmp/unused"))
+    batch = collate(
+        [{"input_ids": list(range(2, 10)), "prompt_length": 8}, {"input_ids": [3] * 30, "prompt_length": 9}]
+    )
+    assert torch.isfinite(model(**batch)["loss"])
+    nothing = collate([{"input_ids": [3, 4, 5], "prompt_length": 3}])
+    assert model(**nothing)["loss"].item() == 0
+
+
+def test_head_labels_ignore_blocks_whose_end_is_unknown():
+    target, drafter = make_target(), make_drafter(head="length")
+    model = DistillationModel(drafter, target, arguments("/tmp/unused"))
+    hidden = torch.randn(2, 5, 32)
+    matches = torch.tensor([[True, True, False, False], [True, False, False, False]])
+    supervised = torch.tensor([[True, True, False, False], [True, True, True, True]])
+    reached = torch.tensor([[True, True, False, False], [True, True, False, False]])
+    logits = drafter.length_head(hidden)
+    expected = (logits[1].sigmoid() - 2 / 5) ** 2
+    assert model._head_loss(hidden, matches, reached, supervised).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_cached_features_train_like_live_ones(tmp_path):
+    target = make_target()
+    samples = greedy_samples(target, 8)
+    parts = Target(target, make_drafter().config)
+    save_feature_shard(tmp_path / "a.safetensors", add_features(parts, samples), parts.layer_ids)
+    cached = FeatureShards(tmp_path, parts.layer_ids)
+    losses = []
+    for dataset in (samples, cached):
+        model = DistillationModel(make_drafter(), target, arguments(tmp_path))
+        torch.manual_seed(3)
+        losses.append(model(**collate([dataset[i] for i in range(8)]))["loss"].item())
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert len(frequent_tokens(cached, 20, [0])) == 20 and 0 in frequent_tokens(cached, 20, [0])
+    with pytest.raises(AdaFlashValueError, match="target_layer_ids"):
+        FeatureShards(tmp_path, [0, 1])
+
+
+def test_resume_equals_an_uninterrupted_run(tmp_path):
+    target = make_target()
+    samples = greedy_samples(target, 16)
+
+    def train(folder, resume=None, **overrides):
+        options = {"max_steps": 12, "logging_steps": 1, "save_strategy": "steps", "save_steps": 6, "seed": 4}
+        trainer = AdaFlashTrainer(
+            make_drafter(head="survival"), target, arguments(folder, **options, **overrides), train_dataset=samples
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole = train(tmp_path / "whole")
+    resumed = train(tmp_path / "again", resume=str(tmp_path / "whole" / "checkpoint-6"))
+    for ours, theirs in zip(resumed.drafter.parameters(), whole.drafter.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    curves = []
+    for folder in ("whole", "again"):
+        state = json.loads((tmp_path / folder / "checkpoint-12" / "trainer_state.json").read_text())
+        curves.append([entry["loss"] for entry in state["log_history"] if entry["step"] > 6])
+    assert len(curves[0]) == 6 and curves[0] == pytest.approx(curves[1], rel=1e-4)
+    saved = AdaFlashDrafter.from_pretrained(tmp_path / "whole" / "checkpoint-12")
+    for ours, theirs in zip(saved.parameters(), whole.drafter.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_non_finite_loss_stops_before_the_weights():
+    target, drafter = make_target(), make_drafter()
+    drafter.fc.weight.data[0, 0] = float("nan")
+    before = drafter.layers[0].mlp.up_proj.weight.clone()
+    trainer = AdaFlashTrainer(drafter, target, arguments("/tmp/unused"), train_dataset=greedy_samples(target, 4))
+    with pytest.raises(AdaFlashError, match="learning_rate"):
+        trainer.train()
+    assert torch.equal(drafter.layers[0].mlp.up_proj.weight, before)
+
+
+@pytest.mark.parametrize("key, value", [("divergence", "jsd"), ("alpha", 2.0), ("position_decay", 0.0)])
+def test_arguments_are_checked(key, value, tmp_path):
+    with pytest.raises(AdaFlashValueError, match=f"`{key}`"):
+        arguments(tmp_path, **{key: value})
