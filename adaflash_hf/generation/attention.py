@@ -41,17 +41,24 @@ class PackedBatch:
             starts = torch.tensor([0, *counts]).cumsum(0)[:-1].to(query_rows.device)
             self.columns = torch.arange(len(query_rows), device=query_rows.device) - starts[query_rows]
 
+    @property
+    def queries(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row and position of each token that attends, int64 `[T]` each."""
+        return self.query_rows, self.query_positions
+
     def pad(self, packed: torch.Tensor, fill: int = 0) -> torch.Tensor:
         """`[T, ...]` to `[rows, Q, ...]`."""
         if self.rectangular:
             return packed.reshape(self.num_rows, self.width, *packed.shape[1:])
         padded = packed.new_full((self.num_rows, self.width, *packed.shape[1:]), fill)
-        padded[self.query_rows, self.columns] = packed
+        padded[self.query_rows.to(packed.device), self.columns.to(packed.device)] = packed
         return padded
 
     def unpad(self, padded: torch.Tensor) -> torch.Tensor:
         """`[rows, Q, ...]` to `[T, ...]`."""
-        return padded.flatten(0, 1) if self.rectangular else padded[self.query_rows, self.columns]
+        if self.rectangular:
+            return padded.flatten(0, 1)
+        return padded[self.query_rows.to(padded.device), self.columns.to(padded.device)]
 
     def mask(self, causal: bool, window: int | None, groups: int) -> torch.Tensor | None:
         """Bool `[rows, 1, groups * Q, longest]`, true where a query may look; `None` when it may look everywhere.
@@ -104,6 +111,7 @@ class PackedBatch:
         # Heads that share keys are stacked along the query axis, so that keys are never repeated in memory.
         folded = padded.reshape(self.num_rows, kv_heads, groups * self.width, -1)
         mask = self.mask(module.is_causal, sliding_window, groups)
+        mask = None if mask is None else mask.to(query.device)
         if softcap is None and s_aux is None:
             output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
         else:

@@ -37,8 +37,8 @@ class RaggedCache(Cache):
         for store, states in ((self.keys, key_states), (self.values, value_states)):
             if store[layer_idx].numel() == 0 or not _fits(store[layer_idx], batch):
                 store[layer_idx] = _grown(store[layer_idx], batch, states)
-            packed = states[0].transpose(0, 1)
-            store[layer_idx][batch.key_rows, :, batch.key_positions] = packed
+            where = batch.key_rows.to(states.device), slice(None), batch.key_positions.to(states.device)
+            store[layer_idx][where] = states[0].transpose(0, 1)
         rows, longest = batch.num_rows, batch.longest
         return self.keys[layer_idx][:rows, :, :longest], self.values[layer_idx][:rows, :, :longest]
 

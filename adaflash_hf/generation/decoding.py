@@ -115,6 +115,7 @@ def assisted_decoding(
     rows = _Rows(input_ids, attention_mask, generation_config.max_length, int(pad) if pad is not None else 0)
     statistics = AdaFlashStatistics([[] for _ in range(batch_size)], [[] for _ in range(batch_size)])
     ragged_cache = RaggedCache()
+    device = input_ids.device
     outputs = _Outputs(batch_size, generation_config) if keep else None
     finished_keys: dict[int, list] = {}
 
@@ -122,11 +123,11 @@ def assisted_decoding(
     clock = time.perf_counter()
     lengths = [rows.prompt_width - padding for padding in rows.padding]
     prompts = torch.cat([rows.tokens[i, rows.padding[i] : rows.prompt_width] for i in rows.live])
-    packed = _pack(lengths, [0] * batch_size, input_ids.device)
-    last = torch.tensor(lengths, device=input_ids.device).cumsum(0) - 1
+    packed = _pack(lengths, [0] * batch_size, model.device)
+    last = torch.tensor(lengths, device=model.device).cumsum(0) - 1
     logits, features = _target_pass(target, prompts, packed, ragged_cache, last)
     draft = Draft([0] * batch_size, prompts[:0])
-    kept_features = torch.arange(len(prompts), device=prompts.device)
+    kept_features = torch.arange(len(prompts), device=features.device)
     statistics.prefill_seconds = time.perf_counter() - clock
     first = True
 
@@ -139,16 +140,15 @@ def assisted_decoding(
         # 4. Commit, and hand the features of committed tokens to the drafter.
         if not first:
             kept_features = _kept(counts, accepted, features.device)
-        generator.observe(
-            features[kept_features], packed.query_rows[kept_features], packed.query_positions[kept_features]
-        )
+        kept_rows, kept_positions = (x.to(features.device)[kept_features] for x in packed.queries)
+        generator.observe(features[kept_features], kept_rows, kept_positions)
         drafted = draft.tokens.tolist()
         finished, start, packed_start = [], 0, 0
         for row, index in enumerate(rows.live):
             new = [*drafted[start : start + accepted[row]], bonus[row]]
             new, done = stopping.cut(new, rows.prefix(row), rows.max_length - rows.lengths[index])
             length = rows.lengths[index]
-            rows.tokens[index, length : length + len(new)] = torch.tensor(new, device=input_ids.device)
+            rows.tokens[index, length : length + len(new)] = torch.tensor(new, device=device)
             rows.lengths[index] += len(new)
             if not first:
                 statistics.accepted_lengths[index].append(len(new))
@@ -182,10 +182,10 @@ def assisted_decoding(
         # 6. Draft one block per live row, unless none has room for a draft.
         clock = time.perf_counter()
         anchors = rows.anchors()
-        positions = torch.tensor(rows.positions(), device=input_ids.device)
+        positions = torch.tensor(rows.positions(), device=device)
         room = rows.room()
         if max(room) > 0 and generator.length_processor.most > 0:
-            draft = generator.draft(anchors, positions, torch.tensor(room, device=input_ids.device))
+            draft = generator.draft(anchors, positions, torch.tensor(room, device=device))
         else:
             draft = Draft([0] * len(room), anchors[:0])
         now = time.perf_counter()
@@ -193,7 +193,7 @@ def assisted_decoding(
 
         # 7. Verify: anchors and drafts of all rows in one packed pass.
         tokens = _interleave(anchors, draft)
-        packed = _pack([count + 1 for count in draft.counts], positions.tolist(), input_ids.device)
+        packed = _pack([count + 1 for count in draft.counts], rows.positions(), model.device)
         logits, features = _target_pass(target, tokens, packed, ragged_cache, None)
         statistics.verify_seconds += time.perf_counter() - now
 
@@ -216,14 +216,15 @@ def _target_pass(target: Target, tokens, packed: PackedBatch, cache: RaggedCache
     cache.begin(packed)
     with packed_attention(target.model), target.taps() as captured:
         logits = target.model(
-            input_ids=tokens[None],
+            input_ids=tokens[None].to(target.model.device),
             position_ids=packed.query_positions[None],
             cache=cache,
             use_cache=True,
             logits_to_keep=0 if last is None else last,
             ragged=packed,
         ).logits[0]
-    return logits, target.features(captured)[0]
+    # Scores go where the caller's ids are, as in plain `generate`: that is where processors hold their tensors.
+    return logits.to(tokens.device), target.features(captured)[0]
 
 
 def _pack(counts: list[int], first_positions: list[int], device) -> PackedBatch:

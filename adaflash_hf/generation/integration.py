@@ -67,8 +67,10 @@ def check_request(model, drafter: AdaFlashDrafter, mode, config, mode_kwargs: di
         raise AdaFlashValueError(f"{reason}: {remedy}.")
 
     name, text_config = type(model).__name__, model.config.get_text_config(decoder=True)
-    if mode != GenerationMode.ASSISTED_GENERATION or config.num_beams > 1:
+    if (config.num_beams or 1) > 1:
         refuse(f"`num_beams` {config.num_beams} can't be combined with a drafter", "set it to 1 or drop the drafter")
+    if mode != GenerationMode.ASSISTED_GENERATION:
+        refuse(f"The options ask for {mode.value}, which takes no drafter", "drop them or drop the drafter")
     if config.speculation_type not in (None, "dflash"):
         refuse(
             f"`speculation_type` is {config.speculation_type!r}", "leave it out, or use 'dflash' for the in-tree loop"
@@ -90,6 +92,8 @@ def check_request(model, drafter: AdaFlashDrafter, mode, config, mode_kwargs: di
         refuse(f"`{key}` is not collected with a drafter", "drop the option or drop the drafter")
     if config.cache_implementation not in (None, "dynamic"):
         refuse(f"`cache_implementation={config.cache_implementation!r}` can't be used with a drafter", "leave it out")
+    if config.prefill_chunk_size is not None:
+        refuse("`prefill_chunk_size` has no effect with a drafter, which reads the prompt in one pass", "leave it out")
     for key in ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_ensemble_weight"):
         if getattr(config, key, None) is not None:
             refuse(f"`{key}` and an AdaFlash drafter exclude each other", "pass one of the two")
