@@ -22,7 +22,7 @@ demo: .venv/.installed-demo
 	$(BIN)/python examples/quickstart.py
 
 test: .venv/.installed-test
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(THREADS) $(ARGS)
 
 quality: .venv/.installed-quality
 	$(BIN)/ruff check .
