@@ -51,7 +51,7 @@ class AdaptiveLengthHead(PreTrainedModel):
         logits = self.out(z).squeeze(-1)
         return logits.squeeze(-1) if self.config.kind == "length" else logits + self.position_bias
 
-    def candidate_lengths(self, hidden_states, rate: float = 1.0, minimum: int = 1, threshold: float = 0.3):
+    def candidate_lengths(self, hidden_states, rate: float = 1.0, minimum: int = 1, threshold: float = 0.1):
         """Candidate lengths `[n]` (int64), anchor slot included: length c verifies c - 1 drafted tokens.
 
         `length`: clamp(round(sigmoid(logit) * block_size * rate), minimum, longest), AdaFlash's rule.

@@ -38,19 +38,12 @@ def test_batch_generate():
 
 @pytest.mark.slow
 def test_train_drafter_and_resume(tmp_path):
-    arguments = ["--output_dir", str(tmp_path), "--prompts_per_domain", "2", "--max_new_tokens", "12"]
-    arguments += ["--per_device_train_batch_size", "2", "--anchors_per_sequence", "4", "--num_layers", "1"]
-    arguments += [
-        "--draft_vocab_size",
-        "64",
-        "--save_steps",
-        "2",
-        "--report_to",
-        "none",
-        "--use_cpu",
-        "--disable_tqdm",
+    arguments = [
+        *("--output_dir", str(tmp_path), "--prompts_per_domain", "2", "--max_new_tokens", "12"),
+        *("--per_device_train_batch_size", "2", "--anchors_per_sequence", "4", "--num_layers", "1"),
+        *("--draft_vocab_size", "64", "--save_steps", "2", "--report_to", "none", "--use_cpu"),
+        *("--disable_tqdm", "true", "--max_steps"),
     ]
-    arguments += ["true", "--max_steps"]
     run("train_drafter.py", *arguments, "2")
     shards = {path: path.stat().st_mtime for path in (tmp_path / "features").iterdir()}
     run("train_drafter.py", *arguments, "4")
