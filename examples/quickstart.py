@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from tqdm.auto import tqdm
 
 from adaflash_hf import AdaFlashDrafter, collect_statistics
 from adaflash_hf.default_target import load_default_target, native_bfloat16
@@ -42,7 +43,7 @@ def parse_arguments():
     parser.add_argument("--drafter", default=str(DRAFTER), help="Folder or Hub id of the drafter.")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     parser.add_argument("--prompts_per_domain", type=int, default=1, help="1 to 40 held-out prompts of each domain.")
-    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--max_new_tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3, help="Timed runs of each prompt and method.")
     parser.add_argument("--no_pack", action="store_true", help="Leave float32 weights as PyTorch keeps them.")
     return parser.parse_args()
@@ -83,6 +84,10 @@ def main():
     ratios: dict[str, list[float]] = {method: [] for method in METHODS}
     taus, same, parted, lines = [], 0, [], []
     total = arguments.prompts_per_domain * len(DOMAINS)
+    warm_up = tokenizer("Hello", return_tensors="pt")
+    for method in METHODS:
+        run(target, warm_up, method, drafter, 4)
+    progress = tqdm(total=total * arguments.repeats * len(METHODS), desc="generating", leave=False)
     for domain in DOMAINS:
         domain_taus, domain_ratios = [], []
         for prompt in evaluation_prompts(domain, arguments.prompts_per_domain):
@@ -95,15 +100,13 @@ def main():
             width = inputs["input_ids"].shape[1]
             seconds: dict[str, list[float]] = {method: [] for method in METHODS}
             rows = {}
-            for repeat in range(arguments.repeats + 1):
+            for _ in range(arguments.repeats):
                 for method in METHODS:
                     rows[method], elapsed, calls = run(target, inputs, method, drafter, arguments.max_new_tokens)
-                    if repeat > 0 or arguments.repeats == 1:  # the first round warms up, unless it is the only one
-                        seconds[method].append(elapsed)
+                    seconds[method].append(elapsed)
                     if calls is not None:
                         tau = calls.mean_accepted_length
-                if arguments.repeats == 1:
-                    break
+                    progress.update()
             speed = {m: (len(rows[m]) - width) / statistics.median(seconds[m]) for m in METHODS}
             for method in METHODS:
                 ratios[method].append(speed[method] / speed["plain generate"])
@@ -115,10 +118,11 @@ def main():
                 parted.append(difference)
             if arguments.prompts_per_domain == 1:
                 text = tokenizer.decode(rows["AdaFlash"][width:], skip_special_tokens=True)
-                print(f"[{domain}] {prompt.strip()[:100]!r}...\n{text[:400].strip()}\n")
+                tqdm.write(f"[{domain}] {prompt.strip()[:100]!r}...\n{text[:400].strip()}\n")
         taus.append(statistics.mean(domain_taus))
         lines.append(f"| {domain} | {taus[-1]:.2f} | {statistics.mean(domain_ratios):.2f}x |")
 
+    progress.close()
     print("| domain | tau | AdaFlash against plain |\n| --- | ---: | ---: |")
     print("\n".join(lines))
     print(f"| mean | {statistics.mean(taus):.2f} | {statistics.mean(ratios['AdaFlash']):.2f}x |\n")

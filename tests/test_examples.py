@@ -32,8 +32,8 @@ def test_quickstart():
 
 @pytest.mark.slow
 def test_batch_generate():
-    out = run("batch_generate.py", "--batch_size", "3", "--max_new_tokens", "8")
-    assert out.count("committed per step") == 3 and "tau" in out
+    out = run("batch_generate.py", "--prompts_per_domain", "1", "--max_new_tokens", "8")
+    assert out.count("committed per step") == 3 and "mean tau" in out
 
 
 @pytest.mark.slow
