@@ -123,6 +123,8 @@ class AdaFlashConfig(PreTrainedConfig):
             self.layer_types = [kind] * self.num_hidden_layers
         if isinstance(self.length_head, dict):
             known = {key: value for key, value in self.length_head.items() if key != "model_type"}
+            if known.get("num_drafted_tokens") is None:
+                known["num_drafted_tokens"] = self.num_drafted_tokens
             self.length_head = AdaptiveLengthConfig(**known)
         super().__post_init__(**kwargs)
         self._check_values()
@@ -174,11 +176,14 @@ class AdaFlashConfig(PreTrainedConfig):
                     f"`draft_vocab_size` is {self.draft_vocab_size}: use 1 to `vocab_size` ({self.vocab_size})."
                 )
         head = self.length_head
-        if head is not None and (head.hidden_size, head.block_size) != (self.hidden_size, self.block_size):
-            raise AdaFlashValueError(
-                f"`length_head` is for hidden size {head.hidden_size} and block size {head.block_size} but the "
-                f"drafter has {self.hidden_size} and {self.block_size}: train or load a head made for this drafter."
-            )
+        if head is not None:
+            theirs = head.hidden_size, head.block_size, head.num_drafted_tokens
+            ours = self.hidden_size, self.block_size, self.num_drafted_tokens
+            if theirs != ours:
+                raise AdaFlashValueError(
+                    f"`length_head` has hidden size, block size, drafted tokens {theirs}, the drafter {ours}: "
+                    "train or load a head made for this drafter."
+                )
 
     def check_complete(self) -> None:
         """Raises AdaFlashValueError when a value that has no sensible default was left out."""

@@ -191,6 +191,8 @@ class AdaFlashDrafter(PreTrainedModel):
         if config.draft_vocab_size is not None:
             self.register_buffer("draft_token_ids", torch.arange(config.draft_vocab_size))
         self.gradient_checkpointing = False
+        # Processors of draft scores, for the loop only: they change what is proposed, never what comes out.
+        self.draft_processors: list = []
         self.post_init()
 
     @classmethod

@@ -1,6 +1,3 @@
-# /// script
-# dependencies = ["adaflash_hf[demo]"]
-# ///
 """A left-padded batch with one drafter, which transformers' own drafting refuses.
 
     python examples/batch_generate.py --prompts_per_domain 2

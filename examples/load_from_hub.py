@@ -1,6 +1,3 @@
-# /// script
-# dependencies = ["adaflash_hf"]
-# ///
 """Loads a published DFlash drafter and its target from the Hub and generates. Needs a GPU and a connection.
 
     python examples/load_from_hub.py --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16

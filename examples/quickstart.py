@@ -1,6 +1,3 @@
-# /// script
-# dependencies = ["adaflash_hf[demo]"]
-# ///
 """Generates text with a real target and the shipped drafter, and compares with plain `generate`.
 
     make demo

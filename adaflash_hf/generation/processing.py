@@ -1,8 +1,9 @@
 """The user's logits processors and warpers on the target's scores, applied as plain `generate` would.
 
 Processors that look at scores only run once on all packed positions. Any other processor is called position by
-position with that row's committed tokens and accepted drafts, and only as far as drafts are accepted, so that a
-processor with memory advances once per committed token.
+position with that row's committed tokens and accepted drafts, and only as far as drafts are accepted, so that at
+batch size 1 a processor with memory advances once per committed token. In a batch it is called once per row and
+position, with that row's tokens at every index.
 """
 
 import torch
@@ -25,7 +26,10 @@ _SCORES_ONLY = (
     hf.InfNanRemoveLogitsProcessor,
     hf.LogitNormalization,
 )
-_ONE_ROW_ONLY = (hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,)
+_ONE_ROW_ONLY = {
+    hf.UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale",
+    hf.SynthIDTextWatermarkLogitsProcessor: "watermarking_config",
+}
 
 
 class TargetChoice:
@@ -45,10 +49,11 @@ class TargetChoice:
         self.processors, self.do_sample = processors, do_sample
         self.batch_size, self.keep_scores = batch_size, keep_scores
         self.scores_only = all(type(processor) in _SCORES_ONLY for processor in processors)
-        if batch_size > 1 and any(isinstance(processor, _ONE_ROW_ONLY) for processor in processors):
-            raise AdaFlashValueError(
-                "`guidance_scale` keeps the state of one sequence: with a drafter, generate one prompt at a time."
-            )
+        for kind, option in _ONE_ROW_ONLY.items():
+            if batch_size > 1 and any(isinstance(processor, kind) for processor in processors):
+                raise AdaFlashValueError(
+                    f"`{option}` keeps the state of its rows: with a drafter, generate one prompt at a time."
+                )
 
     @property
     def temperature(self) -> float:
@@ -92,6 +97,8 @@ class TargetChoice:
 
     def _position_by_position(self, logits, tokens, counts, probabilities, prefixes, row_indices):
         accepted, bonus, kept, start = [], [], [], 0
+        if probabilities is not None:
+            probabilities = probabilities.to(logits.device)
         for row, count in enumerate(counts):
             prefix, row_scores = prefixes(row), []
             for k in range(count):

@@ -35,7 +35,13 @@ def packed_function(weight: torch.Tensor, bias: torch.Tensor | None = None):
     if not can_pack(weight):
         return lambda x: nn.functional.linear(x, weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():  # the packed product has no gradient
+            return nn.functional.linear(x, weight, bias)
+        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+    return linear
 
 
 @torch.no_grad()

@@ -59,16 +59,16 @@ def save_feature_shard(path: str | Path, samples: list[dict], target_layer_ids: 
 
 
 class FeatureShards(Dataset):
-    """The sequences of all feature shards in a folder, read lazily.
+    """The sequences of feature shards, read lazily: those of a folder, or those listed.
 
     Raises:
-        AdaFlashValueError: when the folder holds no shard, or one made with other tapped layers.
+        AdaFlashValueError: when there is no shard, or one made with other tapped layers.
     """
 
-    def __init__(self, folder: str | Path, target_layer_ids: list[int], longest: int | None = None):
-        self.paths = sorted(Path(folder).glob("*.safetensors"))
+    def __init__(self, shards: str | Path | list[Path], target_layer_ids: list[int], longest: int | None = None):
+        self.paths = shards if isinstance(shards, list) else sorted(Path(shards).glob("*.safetensors"))
         if not self.paths:
-            raise AdaFlashValueError(f"{folder} holds no feature shard: run the feature step first.")
+            raise AdaFlashValueError(f"{shards} holds no feature shard: run the feature step first.")
         self.longest = longest
         self.items: list[tuple[int, int, int]] = []
         for number, path in enumerate(self.paths):
@@ -84,6 +84,13 @@ class FeatureShards(Dataset):
 
     def __len__(self) -> int:
         return len(self.items)
+
+    def token_ids(self):
+        """Iterates over (`input_ids` int32 `[n]`, prompt length) without reading features."""
+        for number, path in enumerate(self.paths):
+            with safe_open(path, framework="pt") as shard:
+                for _, j, prompt_length in (item for item in self.items if item[0] == number):
+                    yield shard.get_tensor(f"input_ids.{j}"), prompt_length
 
     def __getitem__(self, index: int) -> dict:
         number, j, prompt_length = self.items[index]

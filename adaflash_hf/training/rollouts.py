@@ -1,5 +1,7 @@
 """The text a drafter learns from: the target's own responses to prompts, as token ids, with features beside them."""
 
+import hashlib
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -30,6 +32,8 @@ def respond(
     Returns:
         Per prompt `input_ids` (prompt and response, without padding, the end token included) and `prompt_length`.
     """
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
     conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
     inputs = tokenizer.apply_chat_template(
         conversations,
@@ -45,7 +49,7 @@ def respond(
     options = sampling if temperature > 0 else {"do_sample": False}
     sequences = model.generate(**inputs, max_new_tokens=max_new_tokens, **options)
     width = inputs["input_ids"].shape[1]
-    ends = {e for e in _as_list(model.generation_config.eos_token_id) if e is not None}
+    ends = set(end_tokens(model))
     samples = []
     for row, mask in zip(sequences.tolist(), inputs["attention_mask"].tolist(), strict=True):
         prompt = row[width - sum(mask) : width]
@@ -55,8 +59,10 @@ def respond(
     return samples
 
 
-def _as_list(value) -> list:
-    return value if isinstance(value, list) else [value]
+def end_tokens(model: PreTrainedModel) -> list[int]:
+    """The ids that end a response, none for a model without."""
+    ends = model.generation_config.eos_token_id
+    return [] if ends is None else ends if isinstance(ends, list) else [ends]
 
 
 def add_features(target: Target, samples: list[dict], batch_size: int = 8) -> list[dict]:
@@ -84,8 +90,9 @@ def build_feature_shards(
     repeat_temperature: float = 0.8,
     seed: int = 0,
 ) -> FeatureShards:
-    """Responses and features for all prompts, one shard per batch. Shards that exist are kept, so an interrupted run
-    goes on where it stopped. The first use of a prompt is answered greedily, repeats are sampled."""
+    """Responses and features for all prompts, one shard per batch. A shard's name tells what it was made from, so an
+    interrupted run goes on where it stopped, and other settings never reuse it. The first use of a prompt is answered
+    greedily, repeats are sampled."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     order = list(range(len(prompts)))
@@ -100,24 +107,27 @@ def build_feature_shards(
         for temperature, texts in jobs.items()
         for start in range(0, len(texts), batch_size)
     ]
+    paths: list[Path] = []
     for number, (temperature, texts) in enumerate(
         tqdm(batches, desc="responses", disable=not is_progress_bar_enabled())
     ):
-        path = folder / f"shard-{number:05d}.safetensors"
+        recipe = [target.model.name_or_path, max_new_tokens, temperature, seed, texts]
+        digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
+        path = folder / f"shard-{number:05d}-{digest}.safetensors"
+        paths.append(path)
         if path.exists():
             continue
         torch.manual_seed(seed + number)
         samples = respond(target.model, tokenizer, sorted(texts, key=len), max_new_tokens, temperature)
         save_feature_shard(path, add_features(target, samples), target.layer_ids)
-    return FeatureShards(folder, target.layer_ids)
+    return FeatureShards(paths, target.layer_ids)
 
 
 def frequent_tokens(dataset: FeatureShards, count: int, always: list[int]) -> torch.Tensor:
     """The `count` token ids that occur most often in responses, `always` among them, ascending, int64 `[count]`.
     Ids that never occur fill up from the lowest."""
     counter: Counter[int] = Counter()
-    for i in range(len(dataset)):
-        sample = dataset[i]
-        counter.update(sample["input_ids"][sample["prompt_length"] :].tolist())
+    for input_ids, prompt_length in dataset.token_ids():
+        counter.update(input_ids[prompt_length:].tolist())
     ranked = [*always, *(token for token, _ in counter.most_common()), *range(count)]
     return torch.tensor(sorted(list(dict.fromkeys(ranked))[:count]))

@@ -52,16 +52,18 @@ class DistillationModel(nn.Module):
         self.config = drafter.config
         self._target = (Target(target.eval().requires_grad_(False), drafter.config),)
         self.settings = args
-        token_ids = getattr(drafter, "draft_token_ids", None)
+        decay = position_weights(drafter.config.num_drafted_tokens, args.position_decay)
+        self.register_buffer("weights", decay, persistent=False)
+        self.register_buffer("draft_index", torch.arange(drafter.config.vocab_size), persistent=False)
+        self.read_draft_vocabulary()
+
+    def read_draft_vocabulary(self) -> None:
+        """Follows the drafter's `draft_token_ids`: the head's rows, and the index of each token among them or -1."""
+        token_ids = getattr(self.drafter, "draft_token_ids", None)
         self._head = (self._target[0].head_rows(token_ids),)
-        self.register_buffer(
-            "weights", position_weights(drafter.config.num_drafted_tokens, args.position_decay), False
-        )
-        inverse = torch.arange(drafter.config.vocab_size)
         if token_ids is not None:
-            inverse = torch.full_like(inverse, -1)
-            inverse[token_ids.cpu()] = torch.arange(len(token_ids))
-        self.register_buffer("draft_index", inverse, False)
+            self.draft_index.fill_(-1)
+            self.draft_index[token_ids.to(self.draft_index.device)] = torch.arange(len(token_ids)).to(self.draft_index)
 
     def activation_checkpointing_enable(self, *args, **kwargs):
         self.drafter.activation_checkpointing_enable(*args, **kwargs)
@@ -87,7 +89,7 @@ class DistillationModel(nn.Module):
         hidden = self.drafter(
             noise_embeds=noise,
             context_hidden_states=features,
-            attention_mask=block_masks(anchors, used, length, config),
+            attention_mask=self._masks(anchors, used, length),
             position_ids=torch.cat([context_positions, (anchors[..., None] + slots).reshape(batch, -1)], dim=1),
         ).last_hidden_state
         hidden = hidden.reshape(batch * blocks, config.block_size, -1)
@@ -118,23 +120,34 @@ class DistillationModel(nn.Module):
         loss = total / weights.sum().clamp(min=1e-6)
         matches = torch.zeros_like(supervised)
         matches[supervised] = hit
-        reached = torch.cat([torch.ones_like(matches[:, :1]), matches.cumprod(1)[:, :-1].bool()], 1) & supervised
+        # On sampled text the teacher's next label follows from the token in the text, which may not be its argmax.
+        actual = self.draft_index[input_ids.gather(1, position.reshape(batch, -1))].reshape(-1, drafted)
+        going_on = matches & (labels == actual)
+        reached = torch.cat([torch.ones_like(matches[:, :1]), going_on.cumprod(1)[:, :-1].bool()], 1) & supervised
         output = {"hits": (matches & reached).sum(0), "counts": reached.sum(0)}
         if self.drafter.length_head is not None:
-            output["head_loss"] = self._head_loss(hidden.detach(), matches, reached, supervised)
+            output["head_loss"] = self._head_loss(hidden.detach(), matches, reached, going_on)
             loss = loss + self.settings.length_head_weight * output["head_loss"]
         return {"loss": loss, **output}
 
-    def _head_loss(self, hidden, matches, reached, supervised):
+    def _masks(self, anchors, used, length):
+        masks = block_masks(anchors, used, length, self.config)
+        if self.config._attn_implementation != "eager":
+            return masks
+        # Eager attention adds its mask. The lowest number, not -inf: a row of -inf alone would become NaN.
+        low = torch.finfo(self.drafter.dtype).min
+        return {kind: torch.zeros_like(m, dtype=self.drafter.dtype).masked_fill(~m, low) for kind, m in masks.items()}
+
+    def _head_loss(self, hidden, matches, reached, going_on):
         """`survival`: cross-entropy at each depth that was reached. `length`: AdaFlash's squared error to
-        (accepted + 1) / block_size, without blocks whose text ends before the first miss, whose label is unknown."""
+        (accepted + 1) / block_size, without blocks whose text ends or leaves the path before the first miss."""
         logits = self.drafter.length_head(hidden).float()
         if self.config.length_head.kind == "survival":
             losses = F.binary_cross_entropy_with_logits(logits, matches.float(), reduction="none")
             return (losses * reached).sum() / reached.sum().clamp(min=1)
         accepted = (matches & reached).sum(1)
-        known = (accepted < supervised.sum(1)) | supervised.all(1)
-        known = known & supervised.any(1)
+        missed = (reached & ~matches).any(1)
+        known = missed | (going_on & reached).all(1)
         label = (accepted + 1).clamp(max=self.config.block_size) / self.config.block_size
         return ((logits.sigmoid() - label) ** 2 * known).sum() / known.sum().clamp(min=1)
 
@@ -170,10 +183,11 @@ class AdaFlashTrainer(Trainer):
                 f"The loss is {output['loss'].item()} at step {self.state.global_step}: lower `learning_rate`, or "
                 "check the features of the batch; resume from the last checkpoint."
             )
-        for key in ("hits", "counts", "head_loss"):
-            if key in output:
-                self._sums[key] = self._sums.get(key, 0) + output[key].detach().double()
-        self._sums["steps"] = self._sums.get("steps", 0) + 1
+        if model.training:
+            for key in ("hits", "counts", "head_loss"):
+                if key in output:
+                    self._sums[key] = self._sums.get(key, 0) + output[key].detach().double()
+            self._sums["steps"] = self._sums.get("steps", 0) + 1
         return (output["loss"], output) if return_outputs else output["loss"]
 
     def log(self, logs, *args, **kwargs):
@@ -181,7 +195,7 @@ class AdaFlashTrainer(Trainer):
         if "loss" in logs and "counts" in self._sums:
             rates = self._sums["hits"] / self._sums["counts"].clamp(min=1)
             logs["tau"] = round(1 + rates.cumprod(0).sum().item(), 4)
-            logs["accepted"] = " ".join(f"{rate:.3f}" for rate in rates.tolist())
+            logs |= {f"accepted_{k}": round(rate, 3) for k, rate in enumerate(rates.tolist(), start=1)}
             if "head_loss" in self._sums:
                 logs["head_loss"] = round(self._sums["head_loss"].item() / self._sums["steps"], 4)
             self._sums = {}
@@ -195,9 +209,24 @@ class AdaFlashTrainer(Trainer):
     def _save(self, output_dir=None, state_dict=None):
         output_dir = Path(output_dir or self.args.output_dir)
         output_dir.mkdir(parents=True, exist_ok=True)
-        self.drafter.save_pretrained(output_dir)
+        if state_dict is not None:
+            state_dict = {key.removeprefix("drafter."): value for key, value in state_dict.items()}
+        self.drafter.save_pretrained(output_dir, state_dict=state_dict)
         torch.save(self.args, output_dir / "training_args.bin")
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         loaded = AdaFlashDrafter.from_pretrained(resume_from_checkpoint, dtype=self.drafter.dtype)
         self.drafter.load_state_dict(loaded.state_dict())
+        self.accelerator.unwrap_model(self.model).read_draft_vocabulary()
+
+    def _load_best_model(self):
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _clip_grad_norm(self, *args, **kwargs):
+        norm = super()._clip_grad_norm(*args, **kwargs)
+        if norm is not None and not torch.isfinite(torch.as_tensor(norm)):
+            raise AdaFlashError(
+                f"The gradient norm is {float(norm)} at step {self.state.global_step}: lower `learning_rate`; resume "
+                "from the last checkpoint."
+            )
+        return norm

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from tiny import make_drafter, make_target, ragged_prompts
-from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 from transformers.cache_utils import DFlashCache
 from transformers.generation.candidate_generator import CandidateGenerator
 
@@ -36,6 +36,8 @@ def test_private_names_of_transformers():
     ]
     for name in ("_is_stateful", "_supports_attention_backend"):
         assert hasattr(PreTrainedModel, name)
+    assert hasattr(GenerationMixin, "_optimize_model_for_decode")
+    assert "_is_user_defined" in inspect.getsource(GenerationMixin)
     assert "_attn_implementation" in dir(LlamaConfig())
     assert hasattr(DFlashCache, "set_previous_accepted_tokens")
     source = inspect.getsource(GenerationMixin.generate)
@@ -167,6 +169,11 @@ def test_inputs_embeds_and_used_cache_refused():
     ids, _ = ragged_prompts((5,))
     with pytest.raises(AdaFlashValueError, match="`inputs_embeds`"):
         target.generate(inputs_embeds=target.get_input_embeddings()(ids), assistant_model=drafter, **GREEDY)
+    with pytest.raises(AdaFlashValueError, match="`cache`"):
+        cache = StaticCache(config=target.config, max_cache_len=32)
+        target.generate(ids, cache=cache, assistant_model=drafter, **GREEDY)
+    with pytest.raises(AdaFlashValueError, match="`position_ids`"):
+        target.generate(ids, position_ids=ids.cumsum(1), assistant_model=drafter, **GREEDY)
     used = target.generate(ids, return_dict_in_generate=True, **GREEDY)
     with pytest.raises(AdaFlashValueError, match="`cache`"):
         target.generate(used.sequences, cache=used.cache, assistant_model=drafter, **GREEDY)

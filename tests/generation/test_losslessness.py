@@ -3,8 +3,10 @@
 import pytest
 import torch
 from tiny import TARGETS, make_drafter, make_target, ragged_prompts
+from transformers import DynamicCache, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
-from adaflash_hf import collect_statistics
+from adaflash_hf import AdaptiveLengthLogitsProcessor, collect_statistics
+from adaflash_hf.generation.logits_process import is_masked
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
@@ -144,8 +146,6 @@ def test_scores_logits_and_cache_as_plain(batch, oracle):
 
 
 def test_custom_stopping_criterion_cuts_inside_a_block(oracle):
-    from transformers import StoppingCriteria, StoppingCriteriaList
-
     class StopAt(StoppingCriteria):
         def __init__(self, length):
             self.length = length
@@ -229,3 +229,78 @@ def test_sliding_drafter(oracle):
     for causal in (True, False):
         drafter = make_drafter(sliding_window=6, sliding_window_causal=causal)
         assert torch.equal(target.generate(ids, attention_mask=mask, assistant_model=drafter, **GREEDY), plain)
+
+
+def test_the_callers_empty_cache_is_filled(oracle):
+    target, drafter = make_target(), make_drafter()
+    ids, _ = ragged_prompts((5,))
+    oracle(target.generate(ids, **GREEDY))
+    caches = [DynamicCache(config=target.config), DynamicCache(config=target.config)]
+    target.generate(ids, cache=caches[0], **GREEDY)
+    target.generate(ids, cache=caches[1], assistant_model=drafter, **GREEDY)
+    assert caches[1].get_seq_length() == caches[0].get_seq_length() > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_the_returned_cache_serves_a_plain_second_turn(name, oracle):
+    target, drafter = make_target(name), make_drafter()
+    ids, _ = ragged_prompts((12,))
+    oracle(target.generate(ids, **GREEDY))
+    turns = []
+    for assistant in ({}, {"assistant_model": drafter}):
+        first = target.generate(ids, return_dict_in_generate=True, **assistant, **GREEDY)
+        second = torch.cat([first.sequences, torch.tensor([[9, 8, 7]])], dim=1)
+        turns.append(target.generate(second, cache=first.cache, **GREEDY))
+    assert torch.equal(turns[0], turns[1])
+
+
+def test_a_shorter_max_length_criterion(oracle):
+    target, drafter = make_target(), make_drafter()
+    ids, _ = ragged_prompts((5,))
+    oracle(target.generate(ids, **GREEDY), every=100)
+    options = {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(max_length=9)]), **GREEDY}
+    plain = target.generate(ids, **options)
+    assert torch.equal(target.generate(ids, assistant_model=drafter, **options), plain) and plain.shape[1] == 9
+
+
+def test_num_assistant_tokens_of_the_call():
+    target, drafter = make_target(), make_drafter()
+    ids, _ = ragged_prompts((5,))
+    with collect_statistics() as calls:
+        target.generate(ids, assistant_model=drafter, num_assistant_tokens=2, **GREEDY)
+        target.generate(ids, assistant_model=drafter, **GREEDY)
+    assert max(calls[0].candidate_lengths[0]) == 3 and max(calls[1].candidate_lengths[0]) == 5
+
+
+def test_a_draft_processor_shortens_drafts(monkeypatch):
+    """A position left with only the mask token ends the candidate; what comes out doesn't change."""
+    target, drafter = make_target(), make_drafter(draft_vocab_size=20)
+    ids, mask = ragged_prompts()
+    seen = []
+
+    def stop_at_even_lengths(input_ids, scores):
+        seen.append(input_ids.shape[1])
+        if input_ids.shape[1] % 2 == 0:
+            scores = torch.full_like(scores, float("-inf"))
+            scores[:, drafter.config.mask_token_id] = 0.0
+        return scores
+
+    drafter.draft_processors = [stop_at_even_lengths]
+    plain = target.generate(ids, attention_mask=mask, **GREEDY)
+    with collect_statistics() as calls:
+        ours = target.generate(ids, attention_mask=mask, assistant_model=drafter, **GREEDY)
+    assert torch.equal(ours, plain)
+    assert max(max(row) for row in calls[0].candidate_lengths) == 2 and seen
+    sampled = target.generate(ids, attention_mask=mask, assistant_model=drafter, do_sample=True, max_new_tokens=8)
+    assert sampled.shape == (4, 20)
+
+
+def test_adaptive_length_processor_masks_past_the_length():
+    drafter = make_drafter(head="survival")
+    processor = AdaptiveLengthLogitsProcessor(drafter.generation_config, 4, 1, drafter.length_head)
+    hidden, room = torch.randn(6, 5, 32), torch.tensor([4, 4, 4, 4, 1, 0])
+    lengths = processor.choose(hidden, room, anchor_length=7)
+    assert (lengths <= room).all() and len(set(lengths.tolist())) > 1
+    for k in range(4):
+        scores = processor(torch.zeros(6, 7 + k, dtype=torch.long), torch.randn(6, 32))
+        assert torch.equal(is_masked(scores, 1), lengths <= k)

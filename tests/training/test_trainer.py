@@ -7,6 +7,7 @@ import torch
 from tiny import make_drafter, make_target
 
 from adaflash_hf import AdaFlashDrafter, AdaFlashError, AdaFlashValueError, collect_statistics
+from adaflash_hf.kernels.packed_linear import pack_linear_weights
 from adaflash_hf.target import Target
 from adaflash_hf.training.anchors import block_masks, sample_anchors
 from adaflash_hf.training.data import FeatureShards, collate, save_feature_shard
@@ -135,11 +136,10 @@ def test_head_labels_ignore_blocks_whose_end_is_unknown():
     model = DistillationModel(drafter, target, arguments("/tmp/unused"))
     hidden = torch.randn(2, 5, 32)
     matches = torch.tensor([[True, True, False, False], [True, False, False, False]])
-    supervised = torch.tensor([[True, True, False, False], [True, True, True, True]])
     reached = torch.tensor([[True, True, False, False], [True, True, False, False]])
     logits = drafter.length_head(hidden)
     expected = (logits[1].sigmoid() - 2 / 5) ** 2
-    assert model._head_loss(hidden, matches, reached, supervised).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert model._head_loss(hidden, matches, reached, matches).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_cached_features_train_like_live_ones(tmp_path):
@@ -199,3 +199,41 @@ def test_a_non_finite_loss_stops_before_the_weights():
 def test_arguments_are_checked(key, value, tmp_path):
     with pytest.raises(AdaFlashValueError, match=f"`{key}`"):
         arguments(tmp_path, **{key: value})
+
+
+def test_eager_attention_masks_like_sdpa():
+    target, losses = make_target(), []
+    samples = [{"input_ids": ids, "prompt_length": 4} for ids in (list(range(2, 22)), [3] * 9)]
+    for implementation in ("sdpa", "eager"):
+        drafter = make_drafter()
+        drafter.set_attn_implementation(implementation)
+        torch.manual_seed(3)
+        losses.append(DistillationModel(drafter, target, arguments("/tmp/unused"))(**collate(samples))["loss"].item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_a_packed_target_still_trains():
+    target, drafter = make_target(), make_drafter(draft_vocab_size=12)
+    pack_linear_weights(target)
+    model = DistillationModel(drafter, target, arguments("/tmp/unused"))
+    model(**collate([{"input_ids": list(range(2, 22)), "prompt_length": 4}]))["loss"].backward()
+    assert drafter.fc.weight.grad.abs().sum() > 0
+
+
+def test_resume_follows_the_saved_draft_vocabulary(tmp_path):
+    target, saved = make_target(), make_drafter(draft_vocab_size=12)
+    saved.draft_token_ids.copy_(torch.arange(12) * 2)
+    saved.save_pretrained(tmp_path)
+    trainer = AdaFlashTrainer(make_drafter(draft_vocab_size=12), target, arguments(tmp_path), train_dataset=[])
+    trainer._load_from_checkpoint(str(tmp_path))
+    assert trainer.model.draft_index[2:6].tolist() == [1, -1, 2, -1]
+
+
+def test_a_non_finite_gradient_stops_before_the_weights(tmp_path):
+    target, drafter = make_target(), make_drafter()
+    drafter.norm.weight.register_hook(lambda grad: grad * float("inf"))
+    before = drafter.fc.weight.clone()
+    trainer = AdaFlashTrainer(drafter, target, arguments(tmp_path), train_dataset=greedy_samples(target, 4))
+    with pytest.raises(AdaFlashError, match="gradient norm"):
+        trainer.train()
+    assert torch.equal(drafter.fc.weight, before)
