@@ -40,23 +40,18 @@ class PackedBatch:
         self.block_ends = block_ends
         self.width = max(counts)
         self.rectangular = min(counts) == self.width and len(counts) == num_rows
-        self.from_start = block_ends is None and longest == self.width and starts_at_zero
+        self.starts_at_zero = starts_at_zero
         self.used = False
         self._masks: dict[tuple, torch.Tensor | None] = {}
         if not self.rectangular:
             starts = torch.tensor([0, *counts]).cumsum(0)[:-1].to(query_rows.device)
             self.columns = torch.arange(len(query_rows), device=query_rows.device) - starts[query_rows]
 
-    @property
-    def queries(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row and position of each token that attends, int64 `[T]` each."""
-        return self.query_rows, self.query_positions
-
-    def pad(self, packed: torch.Tensor, fill: int = 0) -> torch.Tensor:
+    def pad(self, packed: torch.Tensor) -> torch.Tensor:
         """`[T, ...]` to `[rows, Q, ...]`."""
         if self.rectangular:
             return packed.reshape(self.num_rows, self.width, *packed.shape[1:])
-        padded = packed.new_full((self.num_rows, self.width, *packed.shape[1:]), fill)
+        padded = packed.new_zeros(self.num_rows, self.width, *packed.shape[1:])
         padded[self.query_rows.to(packed.device), self.columns.to(packed.device)] = packed
         return padded
 
@@ -115,7 +110,7 @@ class PackedBatch:
         heads, kv_heads = query.shape[1], key.shape[1]
         groups = heads // kv_heads
         plain = softcap is None and s_aux is None
-        if self.from_start and module.is_causal and sliding_window is None and plain:
+        if self.starts_at_zero and module.is_causal and sliding_window is None and plain:
             return self._prefill_attention(query, key, value, scaling), None
         padded = self.pad(query[0].transpose(0, 1)).transpose(1, 2)
         # Heads that share keys are stacked along the query axis, so that keys are never repeated in memory.

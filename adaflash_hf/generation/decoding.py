@@ -157,8 +157,8 @@ def assisted_decoding(
         # 4. Commit, and hand the features of committed tokens to the drafter.
         if not first:
             kept_features = _kept(counts, accepted, features.device)
-        kept_rows, kept_positions = (x.to(features.device)[kept_features] for x in packed.queries)
-        generator.observe(features[kept_features], kept_rows, kept_positions)
+        where = packed.query_rows, packed.query_positions
+        generator.observe(features[kept_features], *(x.to(features.device)[kept_features] for x in where))
         drafted = draft.tokens.tolist()
         finished, start, packed_start = [], 0, 0
         for row, index in enumerate(rows.live):

@@ -6,6 +6,7 @@ target's choice of the next token); its metadata holds prompt lengths and tapped
 their final name and moved, so a reader never sees half a shard.
 """
 
+import itertools
 import json
 import os
 from collections.abc import Iterable
@@ -87,9 +88,9 @@ class FeatureShards(Dataset):
 
     def token_ids(self):
         """Iterates over (`input_ids` int32 `[n]`, prompt length) without reading features."""
-        for number, path in enumerate(self.paths):
-            with safe_open(path, framework="pt") as shard:
-                for _, j, prompt_length in (item for item in self.items if item[0] == number):
+        for number, items in itertools.groupby(self.items, key=lambda item: item[0]):
+            with safe_open(self.paths[number], framework="pt") as shard:
+                for _, j, prompt_length in items:
                     yield shard.get_tensor(f"input_ids.{j}"), prompt_length
 
     def __getitem__(self, index: int) -> dict:
