@@ -25,7 +25,7 @@ def oracle(monkeypatch):
 
     state = {}
     original_draft = DiffusionCandidateGenerator.draft
-    original_rows = decoding._Rows.__init__
+    original_rows = decoding.Rows.__init__
 
     def keep_rows(self, *args, **kwargs):
         original_rows(self, *args, **kwargs)
@@ -46,7 +46,7 @@ def oracle(monkeypatch):
         made.tokens = torch.tensor(tokens, dtype=torch.long)
         return made
 
-    monkeypatch.setattr(decoding._Rows, "__init__", keep_rows)
+    monkeypatch.setattr(decoding.Rows, "__init__", keep_rows)
     monkeypatch.setattr(DiffusionCandidateGenerator, "draft", draft)
 
     def use(plain: torch.Tensor, every: int = 7):

@@ -9,7 +9,6 @@ import time
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import stopping_criteria as hf
 
 from ..errors import AdaFlashError
 from ..modeling_adaflash import AdaFlashDrafter
@@ -18,68 +17,11 @@ from .attention import PackedBatch
 from .cache import RaggedCache
 from .candidate_generator import DiffusionCandidateGenerator, Draft
 from .integration import packed_attention
+from .outputs import Outputs, fill_cache
 from .processing import TargetChoice
+from .rows import Rows
 from .statistics import AdaFlashStatistics, GenerateAdaFlashOutput, report
-
-
-class _Rows:
-    """Committed tokens of all rows of a call, and which of them are live.
-
-    `tokens` is `[batch, capacity]` with the caller's left padding; `lengths[i]` counts row i's tokens, padding
-    included; `live` lists the batch indices of the rows still generating, in the order of the cache's rows.
-    """
-
-    def __init__(self, input_ids: torch.Tensor, attention_mask, max_length: int, pad_token_id: int):
-        batch, width = input_ids.shape
-        self.prompt_width, self.max_length = width, max_length
-        self.tokens = input_ids.new_full((batch, max(max_length, width)), pad_token_id)
-        self.tokens[:, :width] = input_ids
-        if attention_mask is None:
-            self.padding = [0] * batch
-        else:
-            self.padding = (width - attention_mask[:, :width].long().sum(dim=1)).tolist()
-        self.lengths = [width] * batch
-        self.live = list(range(batch))
-
-    def prefix(self, row: int) -> torch.Tensor:
-        index = self.live[row]
-        return self.tokens[index : index + 1, : self.lengths[index]]
-
-    def anchors(self) -> torch.Tensor:
-        return torch.stack([self.tokens[i, self.lengths[i] - 1] for i in self.live])
-
-    def positions(self) -> list[int]:
-        """Position of each live row's last committed token, padding not counted."""
-        return [self.lengths[i] - 1 - self.padding[i] for i in self.live]
-
-    def room(self) -> list[int]:
-        """Drafted tokens that each live row can use: what is left, less the bonus token."""
-        return [self.max_length - self.lengths[i] - 1 for i in self.live]
-
-
-class _Stopping:
-    """Applies stopping criteria token by token, so that a row ends at the first token that any of them names."""
-
-    def __init__(self, criteria: StoppingCriteriaList):
-        self.eos: set[int] = set()
-        self.others = StoppingCriteriaList()
-        for criterion in criteria:
-            if type(criterion) is hf.EosTokenCriteria:
-                self.eos.update(criterion.eos_token_id.tolist())
-            elif type(criterion) is not hf.MaxLengthCriteria:
-                self.others.append(criterion)
-
-    def cut(self, new_tokens: list[int], prefix: torch.Tensor, room: int) -> tuple[list[int], bool]:
-        """The new tokens that are kept, and whether the row is finished."""
-        new_tokens = new_tokens[:room]
-        for k, token in enumerate(new_tokens):
-            finished = token in self.eos or k + 1 == room
-            if self.others:
-                tail = torch.tensor([new_tokens[: k + 1]], device=prefix.device)
-                finished |= bool(self.others(torch.cat([prefix, tail], dim=1), None).all())
-            if finished:
-                return new_tokens[: k + 1], True
-        return new_tokens, False
+from .stopping import Stopping
 
 
 @torch.no_grad()
@@ -122,14 +64,14 @@ def assisted_decoding(
         drafter.draft_processors,
         generation_config.num_assistant_tokens,
     )
-    stopping = _Stopping(stopping_criteria)
+    stopping = Stopping(stopping_criteria)
     pad = generation_config._pad_token_tensor
     max_length = min(generation_config.max_length, stopping_criteria.max_length or generation_config.max_length)
-    rows = _Rows(input_ids, attention_mask, max_length, int(pad) if pad is not None else 0)
+    rows = Rows(input_ids, attention_mask, max_length, int(pad) if pad is not None else 0)
     statistics = AdaFlashStatistics([[] for _ in range(batch_size)], [[] for _ in range(batch_size)])
     ragged_cache = RaggedCache()
     device = input_ids.device
-    outputs = _Outputs(batch_size, generation_config) if keep else None
+    outputs = Outputs(batch_size, generation_config) if keep else None
     finished_keys: dict[int, list] = {}
 
     # 2. Prefill: every prompt in one packed pass, scores at each row's last token only.
@@ -219,7 +161,7 @@ def assisted_decoding(
     report(statistics)
     sequences = rows.tokens[:, : max(rows.lengths)]
     if keep_cache:
-        _fill_cache(cache, finished_keys, rows)
+        fill_cache(cache, finished_keys, rows)
     if outputs is None:
         return sequences
     return GenerateAdaFlashOutput(
@@ -280,46 +222,3 @@ def _kept(counts: list[int], accepted: list[int], device) -> torch.Tensor:
         kept.extend(range(start, start + number + 1))
         start += count
     return torch.tensor(kept, device=device)
-
-
-def _fill_cache(cache, finished_keys: dict[int, list], rows: _Rows) -> None:
-    """Writes every row's keys and values into the caller's cache, left-padded as plain `generate` leaves it."""
-    longest = max(rows.lengths) - 1
-    for layer in range(len(finished_keys[0])):
-        keys, values = [], []
-        for index in range(len(rows.lengths)):
-            for store, states in zip((keys, values), finished_keys[index][layer], strict=True):
-                whole = states.new_zeros(states.shape[0], longest, states.shape[2])
-                whole[:, rows.padding[index] : rows.padding[index] + states.shape[1]] = states
-                store.append(whole)
-        cache.update(torch.stack(keys), torch.stack(values), layer)
-
-
-class _Outputs:
-    """Scores and raw logits per generated token, in the shape of plain `generate`: one `[b, V]` tensor per step.
-    Where a row had already finished, the entry is 0."""
-
-    def __init__(self, batch_size: int, config: GenerationConfig):
-        self.wanted = {"logits": config.output_logits, "scores": config.output_scores}
-        self.rows = {name: [[] for _ in range(batch_size)] for name in self.wanted}
-
-    def add(self, index: int, logits: torch.Tensor, scores: torch.Tensor | None) -> None:
-        for name, values in (("logits", logits), ("scores", scores)):
-            if self.wanted[name]:
-                self.rows[name][index].extend(values.float())
-
-    def _steps(self, name: str):
-        if not self.wanted[name]:
-            return None
-        rows = self.rows[name]
-        blank = torch.zeros_like(rows[0][0])
-        return tuple(
-            torch.stack([row[step] if step < len(row) else blank for row in rows])
-            for step in range(max(len(row) for row in rows))
-        )
-
-    def logits(self):
-        return self._steps("logits")
-
-    def scores(self):
-        return self._steps("scores")
