@@ -12,6 +12,7 @@ from .errors import AdaFlashError, AdaFlashValueError
 from .generation.candidate_generator import DiffusionCandidateGenerator
 from .generation.integration import install
 from .generation.logits_process import AdaptiveLengthLogitsProcessor
+from .generation.queue import generate_many
 from .generation.statistics import AdaFlashStatistics, GenerateAdaFlashOutput, collect_statistics
 from .modeling_adaflash import AdaFlashDrafter
 from .modeling_length_head import AdaptiveLengthHead
@@ -38,4 +39,5 @@ __all__ = [
     "DiffusionCandidateGenerator",
     "GenerateAdaFlashOutput",
     "collect_statistics",
+    "generate_many",
 ]

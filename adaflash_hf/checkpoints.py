@@ -29,7 +29,7 @@ from .errors import AdaFlashValueError
 logger = logging.get_logger(__name__)
 
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
-_POLICY_KEYS = {"length_policy", "length_rate", "min_candidate_length", "survival_threshold"}
+_POLICY_KEYS = {"length_policy", "lookup_tokens", "length_rate", "min_candidate_length", "survival_threshold"}
 
 # Prefixes of tensor names, theirs -> ours. All other names are the same everywhere.
 _RENAMES = {

@@ -13,7 +13,7 @@ from .errors import AdaFlashValueError
 
 LABEL_CONVENTIONS = ("fill_in", "sample_from_anchor")
 LENGTH_HEAD_KINDS = ("length", "survival")
-LENGTH_POLICIES = ("fixed", "head")
+LENGTH_POLICIES = ("budget", "head", "fixed")
 
 
 @strict
@@ -200,8 +200,10 @@ class AdaFlashGenerationConfig(GenerationConfig):
     """Policy settings of a drafter, saved beside it in `generation_config.json`.
 
     Args:
-        length_policy: `fixed` verifies the whole block; `head` (default where the checkpoint carries a length head)
-            asks the length head.
+        length_policy: `budget` (default) verifies what commits the most expected tokens per second on this machine,
+            over all rows, from the drafter's block or from the row's own text; `head` asks the length head, row by
+            row (AdaFlash's rule); `fixed` verifies the whole block.
+        lookup_tokens: with `budget`, most tokens proposed from a match in the row's own text; 0 switches lookup off.
         length_rate: factor on the `length` head's answer (AdaFlash's threshold rate).
         min_candidate_length: shortest candidate, anchor slot included: length c verifies c - 1 drafted tokens.
         survival_threshold: with a `survival` head, positions whose survival probability is below are not verified.
@@ -211,7 +213,8 @@ class AdaFlashGenerationConfig(GenerationConfig):
     """
 
     def __init__(self, **kwargs):
-        self.length_policy = kwargs.pop("length_policy", None)
+        self.length_policy = kwargs.pop("length_policy", "budget")
+        self.lookup_tokens = kwargs.pop("lookup_tokens", 10)
         self.length_rate = kwargs.pop("length_rate", 1.0)
         self.min_candidate_length = kwargs.pop("min_candidate_length", 1)
         self.survival_threshold = kwargs.pop("survival_threshold", 0.1)
@@ -224,7 +227,9 @@ class AdaFlashGenerationConfig(GenerationConfig):
 
     def validate(self, **kwargs):
         super().validate(**kwargs)
-        if self.length_policy not in (None, *LENGTH_POLICIES):
+        if self.lookup_tokens < 0:
+            raise AdaFlashValueError(f"`lookup_tokens` is {self.lookup_tokens}: use 0 or more.")
+        if self.length_policy not in LENGTH_POLICIES:
             raise AdaFlashValueError(f"`length_policy` is {self.length_policy!r}: use one of {LENGTH_POLICIES}.")
         if not self.length_rate > 0:
             raise AdaFlashValueError(f"`length_rate` is {self.length_rate}: use a number above 0.")

@@ -14,6 +14,17 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _fixed_costs(monkeypatch, tmp_path):
+    """Costs of a machine where verification is cheap, so that runs don't depend on this one's load, and nothing is
+    written to the user's cache."""
+    from adaflash_hf.generation import costs, passes
+
+    model = costs.CostModel(tokens=[1, 8, 64], verify=[1.0, 1.2, 4.0], rows=[1, 8], draft=[0.1, 0.15])
+    monkeypatch.setattr(passes, "load_costs", lambda description, measure_costs: model)
+    monkeypatch.setattr(costs, "cached_assets_path", lambda *args, **kwargs: tmp_path)
+
+
 @pytest.fixture
 def oracle(monkeypatch):
     """Makes drafts come from known continuations, with a mistake now and then, so that every accepted length occurs.

@@ -128,6 +128,8 @@ class PackedBatch:
         """Row by row and causal, so that a long prompt never needs a mask of its length squared."""
         outputs, start = [], 0
         for row, count in enumerate(self.counts):
+            if not count:
+                continue
             outputs.append(
                 F.scaled_dot_product_attention(
                     query[:, :, start : start + count],

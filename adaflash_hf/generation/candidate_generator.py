@@ -1,11 +1,13 @@
 """Drafting: from committed tokens and the target's tapped features to candidates for verification.
 
-`DiffusionCandidateGenerator` drafts for all rows of a batch in one drafter forward. It is also a transformers
+`DiffusionCandidateGenerator` drafts for all rows of a batch in one drafter forward, and, under the budget policy, looks
+continuations up in the rows' own text instead where that promises more. It is also a transformers
 `CandidateGenerator`, so transformers' own assisted loop can drive it at batch size 1.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
@@ -13,7 +15,10 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from ..modeling_adaflash import AdaFlashDrafter
 from ..target import Target
 from .attention import PackedBatch
+from .budget import Budget
 from .cache import RaggedCache
+from .costs import CostModel
+from .lookup import NgramIndex
 from .logits_process import AdaptiveLengthLogitsProcessor, is_masked
 
 
@@ -25,11 +30,23 @@ class Draft:
         counts: drafted tokens per row.
         tokens: int64 `[sum(counts)]`, packed by row.
         probabilities: float32 `[sum(counts), V]`, the distribution each token was drawn from; `None` when greedy.
+        matches: per row, the match that a looked-up draft continues, `None` where the drafter proposed it.
     """
 
     counts: list[int]
     tokens: torch.Tensor
     probabilities: torch.Tensor | None = None
+    matches: list[int | None] = field(default_factory=list)
+
+    def __post_init__(self):
+        if not self.matches:
+            self.matches = [None] * len(self.counts)
+
+    def source(self, row: int) -> str:
+        """Who proposed a row's draft."""
+        if not self.counts[row]:
+            return "none"
+        return "drafter" if self.matches[row] is None else "lookup"
 
 
 class DiffusionCandidateGenerator(CandidateGenerator):
@@ -41,8 +58,10 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         do_sample: draw drafts from the drafter's distribution at `temperature`, or take the argmax.
         temperature: softmax temperature of the draft.
         draft_processors: the user's processors of draft scores. They see one drafted position at a time and may
-            shorten a draft by leaving only the mask token possible.
+            shorten a draft by leaving only the mask token possible. Lengths then follow the length head and them, not
+            the budget, which would have to know them beforehand.
         most: a further cap on drafted tokens per step, beside the drafter's own `num_assistant_tokens`.
+        costs: what passes cost on this machine; needed by the `budget` policy.
     """
 
     requires_model_outputs = True
@@ -55,6 +74,7 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         temperature: float = 1.0,
         draft_processors: LogitsProcessorList | None = None,
         most: int | None = None,
+        costs: CostModel | None = None,
     ):
         config = drafter.config
         self.drafter, self.target, self.config = drafter, target, config
@@ -65,12 +85,39 @@ class DiffusionCandidateGenerator(CandidateGenerator):
             config.mask_token_id,
             drafter.length_head,
         )
+        self.budget = None
+        if self.length_processor.policy == "budget" and costs is not None and not draft_processors:
+            policy = drafter.generation_config
+            caps = [n for n in (most, policy.num_assistant_tokens) if n is not None]
+            self.budget = Budget(costs, self.length_processor.most, min([policy.lookup_tokens, *caps]))
+        self._texts: list[NgramIndex] = []
         self.draft_processors = LogitsProcessorList(draft_processors or [])
         self.token_ids = drafter.draft_token_ids if config.draft_vocab_size is not None else None
         self._logits = target.head_rows(self.token_ids)
         self._cache = RaggedCache()
         self._pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.model_kwargs_overrides = {"output_hidden_states": [i + 1 for i in config.target_layer_ids]}
+
+    def admit(self, tokens: list[int]) -> None:
+        """Adds a row with its prompt's token ids, padding left out."""
+        if self.budget is not None:
+            self._texts.append(NgramIndex(tokens))
+
+    def commit(self, row: int, tokens: list[int]) -> None:
+        """Adds committed tokens to a row's text."""
+        if self.budget is not None:
+            self._texts[row].extend(tokens)
+
+    def learn(self, draft: Draft, accepted: list[int], seconds: float, tokens: int, slots: int) -> None:
+        """What became of a draft: drafts accepted per row, and how long the pass took over `tokens` packed tokens with
+        `slots` cached positions."""
+        if self.budget is not None:
+            self.budget.learn(draft.counts, accepted, draft.matches)
+            self.budget.time(seconds, tokens, slots)
+
+    @property
+    def costs_were_wrong(self) -> bool:
+        return self.budget is not None and self.budget.costs_were_wrong
 
     def observe(self, features: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
         """Adds tapped features `[n, T*d]` of committed tokens at `rows`, `positions` (int64 `[n]`). They are
@@ -82,6 +129,9 @@ class DiffusionCandidateGenerator(CandidateGenerator):
     def move_row(self, source: int, destination: int) -> None:
         """Row `source` takes the place of the finished row `destination`, whose state is dropped."""
         self._cache.move_row(source, destination)
+        if self.budget is not None:
+            self._texts[destination] = self._texts[source]
+            self._texts.pop()
         moved = []
         for features, rows, positions in self._pending:
             kept = rows != destination
@@ -90,7 +140,7 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         self._pending = moved
 
     def draft(self, anchors: torch.Tensor, positions: torch.Tensor, room: torch.Tensor, prefixes=None) -> Draft:
-        """Drafts one block for each row.
+        """Drafts at most one block for each row.
 
         Args:
             anchors: int64 `[rows]`, the last committed token of each row.
@@ -98,36 +148,97 @@ class DiffusionCandidateGenerator(CandidateGenerator):
             room: int64 `[rows]`, most drafted tokens that the row can use.
             prefixes: per row, int64 `[1, L]` committed tokens, needed by `draft_processors` only.
         """
-        hidden = self._block_hidden(anchors, positions)
+        if self.budget is not None:
+            return self._draft_within_budget(anchors, positions, room)
+        hidden = self._block_hidden(anchors, positions, list(range(len(anchors))))
         lengths = self.length_processor.choose(hidden, room.to(hidden.device))
-        drafted = self.drafter.drafted(hidden)
-        kept = torch.arange(drafted.shape[1], device=hidden.device) < lengths[:, None]
-        logits = self._logits(drafted[kept])
+        logits = self._kept_logits(hidden, lengths)
         if self.draft_processors:
             return self._draft_processed(logits, lengths.tolist(), prefixes)
         tokens, probabilities = self._pick(logits)
         return Draft(lengths.tolist(), tokens.to(anchors.device), probabilities)
 
-    def _block_hidden(self, anchors, positions) -> torch.Tensor:
-        """Runs the drafter on the blocks and on the context that it hasn't seen; hidden states `[rows, B, d]`."""
+    def _draft_within_budget(self, anchors, positions, room) -> Draft:
+        """Routes each row to lookup, drafter or nothing, then divides the step's budget over all of them."""
+        budget, room, rows = self.budget, room.tolist(), len(anchors)
+        slots, late = int(positions.sum()), sum(len(part[1]) for part in self._pending)
+        # 1. Look up, and decide which rows the drafter serves.
+        lookups = [text.lookup(min(most, budget.lookup_tokens)) for text, most in zip(self._texts, room, strict=True)]
+        survival = budget.lookup_survival(lookups, room)
+        expected = budget.drafter_survival(room)
+        served = budget.route(survival, expected, slots, late).nonzero()[0].tolist()
+        # 2. Draft for them, and keep the lookup where it still promises more.
+        if served:
+            hidden = self._block_hidden(anchors, positions, served)
+            curves = self.length_processor.survival(hidden)
+            if curves is not None:
+                expected[served, : budget.drafted] = curves.double().cpu().numpy()
+                expected *= np.arange(budget.width) < np.asarray(room)[:, None]
+        drafting = [row for row in served if expected[row].sum() >= survival[row].sum()]
+        survival[drafting] = expected[drafting]
+        # 3. Lengths for all rows together.
+        lengths = budget.lengths(survival, len(served), slots, late).tolist()
+        if served and curves is not None:
+            for row in served:
+                verified = lengths[row] if row in drafting else 0
+                budget.drafter.add_expected(expected[row, : budget.drafted], verified)
+        matches = [None if lookup is None or row in drafting else lookup.match for row, lookup in enumerate(lookups)]
+        if not sum(lengths):
+            return Draft(lengths, anchors[:0], self._no_probabilities(anchors.device), matches)
+        looked_up = [t for row, n in enumerate(lengths) if n and row not in drafting for t in lookups[row].tokens[:n]]
+        owners = torch.tensor([row in drafting for row in range(rows)]).repeat_interleave(torch.tensor(lengths))
+        owners = owners.to(anchors.device)
+        tokens = anchors.new_empty(len(owners))
+        tokens[~owners] = torch.tensor(looked_up, dtype=torch.long, device=anchors.device)
+        probabilities = None
+        if drafting:
+            kept = torch.zeros(len(served), dtype=torch.long)
+            for place, row in enumerate(served):
+                kept[place] = lengths[row] if row in drafting else 0
+            picked, drawn_from = self._pick(self._kept_logits(hidden, kept.to(hidden.device)))
+            tokens[owners] = picked.to(anchors.device)
+        if self.do_sample:
+            # A looked-up token was certain to be proposed.
+            probabilities = torch.zeros(len(owners), self.config.vocab_size, device=anchors.device)
+            probabilities.scatter_(1, tokens[:, None], 1.0)
+            if drafting:
+                probabilities[owners] = drawn_from.to(anchors.device)
+        return Draft(lengths, tokens, probabilities, matches)
+
+    def _no_probabilities(self, device) -> torch.Tensor | None:
+        return torch.zeros(0, self.config.vocab_size, device=device) if self.do_sample else None
+
+    def _kept_logits(self, hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Draft logits `[sum(lengths), v]` of the first `lengths` `[n]` drafted slots of blocks `[n, B, d]`."""
+        drafted = self.drafter.drafted(hidden)
+        return self._logits(drafted[torch.arange(drafted.shape[1], device=hidden.device) < lengths[:, None]])
+
+    def _block_hidden(self, anchors, positions, served: list[int]) -> torch.Tensor:
+        """Runs the drafter on the blocks of the rows `served` and on all context that it hasn't seen; hidden states
+        `[len(served), B, d]`."""
         size, rows, device = self.config.block_size, len(anchors), self.drafter.device
-        noise_ids = anchors.new_full((rows, size), self.config.mask_token_id)
-        noise_ids[:, 0] = anchors
-        noise = self.target.embed(noise_ids).reshape(1, rows * size, -1)
+        chosen = torch.tensor(served, device=anchors.device)
+        noise_ids = anchors.new_full((len(served), size), self.config.mask_token_id)
+        noise_ids[:, 0] = anchors[chosen]
+        noise = self.target.embed(noise_ids).reshape(1, len(served) * size, -1)
         features, context_rows, context_positions = (torch.cat(parts) for parts in zip(*self._pending, strict=True))
         self._pending = []
-        slots = (positions[:, None] + torch.arange(size, device=positions.device)).flatten().to(device)
-        block_rows = torch.arange(rows, device=device).repeat_interleave(size)
+        positions = positions.to(device)
+        slots = (positions[chosen.to(device), None] + torch.arange(size, device=device)).flatten()
+        block_rows = chosen.to(device).repeat_interleave(size)
         key_positions = torch.cat([context_positions.to(device), slots])
+        counts = [0] * rows
+        for row in served:
+            counts[row] = size
         batch = PackedBatch(
             query_rows=block_rows,
             query_positions=slots,
             num_rows=rows,
-            longest=int(slots.max()) + 1,
-            counts=[size] * rows,
+            longest=int(positions.max()) + size,
+            counts=counts,
             key_rows=torch.cat([context_rows.to(device), block_rows]),
             key_positions=key_positions,
-            block_ends=slots[size - 1 :: size],
+            block_ends=positions + size - 1,
         )
         self._cache.begin(batch)
         output = self.drafter(
@@ -137,7 +248,7 @@ class DiffusionCandidateGenerator(CandidateGenerator):
             cache=self._cache,
             ragged=batch,
         )
-        return output.last_hidden_state.reshape(rows, size, -1)
+        return output.last_hidden_state.reshape(len(served), size, -1)
 
     def _pick(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Tokens `[n]` and, when sampling, their distribution over the target's vocabulary `[n, V]`."""

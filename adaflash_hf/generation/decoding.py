@@ -1,8 +1,10 @@
 """The decoding loop: draft a block per row, choose lengths, verify in one packed pass, commit what is accepted.
 
-One loop serves every batch size. Rows are left-padded on entry and on return only; inside, slot j of a row is its
+One loop serves every batch size, and a queue of more rows than are live at a time. Rows are left-padded on entry and on return only; inside, slot j of a row is its
 position j. A row that has finished leaves the batch, and is padded where plain `generate` without an end token would
 go on. Stopping criteria see one row at a time, and no scores.
+
+Each turn of the loop is one target pass: prompts of rows that are let in, or anchors and drafts of all live rows.
 """
 
 import time
@@ -10,15 +12,15 @@ import time
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from ..errors import AdaFlashError
 from ..modeling_adaflash import AdaFlashDrafter
 from ..target import Target
-from .attention import PackedBatch
 from .cache import RaggedCache
 from .candidate_generator import DiffusionCandidateGenerator, Draft
-from .integration import packed_attention
+from .costs import describe, forget_costs
 from .outputs import Outputs, fill_cache
+from .passes import interleave, kept, pack, target_costs, target_pass
 from .processing import TargetChoice
+from .queue import take_queue
 from .rows import Rows
 from .statistics import AdaFlashStatistics, GenerateAdaFlashOutput, report
 from .stopping import Stopping
@@ -51,11 +53,13 @@ def assisted_decoding(
     # 1. Set up.
     target = Target(model, drafter.config)
     batch_size = input_ids.shape[0]
+    queue = take_queue()
     keep = generation_config.return_dict_in_generate
     keep_cache = cache is not None and (keep or cache_is_callers)
     choice = TargetChoice(
         logits_processor, generation_config.do_sample, batch_size, keep and generation_config.output_scores
     )
+    weighs_costs = drafter.generation_config.length_policy == "budget"
     generator = DiffusionCandidateGenerator(
         drafter,
         target,
@@ -63,68 +67,92 @@ def assisted_decoding(
         choice.temperature,
         drafter.draft_processors,
         generation_config.num_assistant_tokens,
+        target_costs(target, drafter) if weighs_costs else None,
     )
     stopping = Stopping(stopping_criteria)
     pad = generation_config._pad_token_tensor
     max_length = min(generation_config.max_length, stopping_criteria.max_length or generation_config.max_length)
     rows = Rows(input_ids, attention_mask, max_length, int(pad) if pad is not None else 0)
-    statistics = AdaFlashStatistics([[] for _ in range(batch_size)], [[] for _ in range(batch_size)])
+    most_live = batch_size if queue is None else queue.max_live_rows
+    statistics = AdaFlashStatistics.of(batch_size)
     ragged_cache = RaggedCache()
     device = input_ids.device
     outputs = Outputs(batch_size, generation_config) if keep else None
     finished_keys: dict[int, list] = {}
 
-    # 2. Prefill: every prompt in one packed pass, scores at each row's last token only.
-    clock = time.perf_counter()
-    lengths = [rows.prompt_width - padding for padding in rows.padding]
-    prompts = torch.cat([rows.tokens[i, rows.padding[i] : rows.prompt_width] for i in rows.live])
-    packed = _pack(lengths, [0] * batch_size, model.device, starts_at_zero=True)
-    last = torch.tensor(lengths, device=model.device).cumsum(0) - 1
-    logits, features = _target_pass(target, prompts, packed, ragged_cache, last)
-    draft = Draft([0] * batch_size, prompts[:0])
-    kept_features = torch.arange(len(prompts), device=features.device)
-    first = True
-
-    while True:
-        # 3. Accept: drafts that the target would have chosen, and its own next token.
-        counts = [count + 1 for count in draft.counts]
-        tokens = _interleave(rows.anchors(), draft)
-        accepted, bonus, scores = choice(logits, tokens, counts, draft.probabilities, rows.prefix, rows.live)
-        # The clock stops here: on a GPU the pass is only known to be over once its result has been read.
-        if first:
-            statistics.prefill_seconds = time.perf_counter() - clock
+    while rows.live or rows.waiting:
+        old, prefilling = len(rows.live), bool(rows.waiting) and len(rows.live) < most_live
+        if prefilling:
+            # 2. Let waiting rows in: their prompts in one packed pass, scores at each row's last token only.
+            clock = time.perf_counter()
+            prompts = rows.admit(most_live - old)
+            for prompt in prompts:
+                generator.admit(prompt.tolist())
+            lengths = [len(prompt) for prompt in prompts]
+            packed = pack([0] * old + lengths, [0] * len(rows.live), model.device, starts_at_zero=True)
+            last = torch.tensor(lengths, device=model.device).cumsum(0) - 1
+            logits, features = target_pass(target, torch.cat(prompts), packed, ragged_cache, last)
+            draft = Draft([0] * len(prompts), input_ids.new_empty(0))
+            places = list(range(old, len(rows.live)))
         else:
-            statistics.verify_seconds += time.perf_counter() - clock
+            # 3. Draft at most one block per live row, unless none has room for a draft.
+            clock = time.perf_counter()
+            anchors, room, places = rows.anchors(), rows.room(), list(range(old))
+            if max(room) > 0 and generator.length_processor.most > 0:
+                positions = torch.tensor(rows.positions(), device=device)
+                prefixes = [rows.prefix(row) for row in places] if drafter.draft_processors else None
+                draft = generator.draft(anchors, positions, torch.tensor(room, device=device), prefixes)
+            else:
+                draft = Draft([0] * old, anchors[:0])
+            statistics.draft_seconds += time.perf_counter() - clock
 
-        # 4. Commit, and hand the features of committed tokens to the drafter.
-        if not first:
-            kept_features = _kept(counts, accepted, features.device)
-        where = packed.query_rows, packed.query_positions
-        generator.observe(features[kept_features], *(x.to(features.device)[kept_features] for x in where))
+            # 4. Verify: anchors and drafts of all rows in one packed pass.
+            clock = time.perf_counter()
+            packed = pack([count + 1 for count in draft.counts], rows.positions(), model.device)
+            logits, features = target_pass(target, interleave(anchors, draft), packed, ragged_cache, None)
+
+        # 5. Accept: drafts that the target would have chosen, and its own next token.
+        counts = [count + 1 for count in draft.counts]
+        tokens = interleave(rows.anchors()[places[0] :], draft)
+        indices = [rows.live[place] for place in places]
+        accepted, bonus, scores = choice(
+            logits, tokens, counts, draft.probabilities, lambda i, first=places[0]: rows.prefix(first + i), indices
+        )
+        # The clock stops here: on a GPU the pass is only known to be over once its result has been read.
+        seconds = time.perf_counter() - clock
+        if prefilling:
+            statistics.prefill_seconds += seconds
+        else:
+            statistics.verify_seconds += seconds
+            generator.learn(draft, accepted, seconds, sum(counts), sum(rows.positions()))
+
+        # 6. Commit, and hand the features of committed tokens to the drafter.
+        where = packed.query_rows.to(features.device), packed.query_positions.to(features.device)
+        if not prefilling:
+            committed = kept(counts, accepted, features.device)
+            features, where = features[committed], tuple(x[committed] for x in where)
+        generator.observe(features, *where)
         drafted = draft.tokens.tolist()
         finished, start, packed_start = [], 0, 0
-        for row, index in enumerate(rows.live):
-            new = [*drafted[start : start + accepted[row]], bonus[row]]
+        for i, (row, index) in enumerate(zip(places, indices, strict=True)):
+            new = [*drafted[start : start + accepted[i]], bonus[i]]
             new, done = stopping.cut(new, rows.prefix(row), rows.max_length - rows.lengths[index])
-            length = rows.lengths[index]
-            rows.tokens[index, length : length + len(new)] = torch.tensor(new, device=device)
-            rows.lengths[index] += len(new)
-            if not first:
-                statistics.accepted_lengths[index].append(len(new))
-                statistics.candidate_lengths[index].append(counts[row])
+            rows.commit(index, new)
+            generator.commit(row, new)
+            if not prefilling:
+                statistics.add(index, len(new), counts[i], draft.source(i))
             if streamer is not None:
                 for token in new:
                     streamer.put(torch.tensor([token]))
             if outputs is not None:
                 row_logits = logits[packed_start : packed_start + len(new)]
-                outputs.add(index, row_logits, None if scores is None else scores[row][: len(new)])
+                outputs.add(index, row_logits, None if scores is None else scores[i][: len(new)])
             if done:
                 finished.append(row)
-            start += draft.counts[row]
-            packed_start += counts[row]
-        first = False
+            start += draft.counts[i]
+            packed_start += counts[i]
 
-        # 5. Finished rows leave; the last live row takes the free place.
+        # 7. Finished rows leave; the last live row takes the free place.
         for row in reversed(finished):
             index, last_row = rows.live[row], len(rows.live) - 1
             if keep_cache:
@@ -135,30 +163,14 @@ def assisted_decoding(
             generator.move_row(last_row, row)
             rows.live[row] = rows.live[last_row]
             rows.live.pop()
-        if not rows.live:
-            break
-
-        # 6. Draft one block per live row, unless none has room for a draft.
-        clock = time.perf_counter()
-        anchors = rows.anchors()
-        positions = torch.tensor(rows.positions(), device=device)
-        room = rows.room()
-        if max(room) > 0 and generator.length_processor.most > 0:
-            prefixes = [rows.prefix(row) for row in range(len(room))] if drafter.draft_processors else None
-            draft = generator.draft(anchors, positions, torch.tensor(room, device=device), prefixes)
-        else:
-            draft = Draft([0] * len(room), anchors[:0])
-        statistics.draft_seconds += time.perf_counter() - clock
-
-        # 7. Verify: anchors and drafts of all rows in one packed pass.
-        clock = time.perf_counter()
-        tokens = _interleave(anchors, draft)
-        packed = _pack([count + 1 for count in draft.counts], rows.positions(), model.device)
-        logits, features = _target_pass(target, tokens, packed, ragged_cache, None)
+            if queue is not None:
+                queue.finish(index, rows.tokens[index, rows.prompt_width : rows.lengths[index]].tolist())
 
     if streamer is not None:
         streamer.end()
     report(statistics)
+    if generator.costs_were_wrong:
+        forget_costs(describe(model, drafter))
     sequences = rows.tokens[:, : max(rows.lengths)]
     if keep_cache:
         fill_cache(cache, finished_keys, rows)
@@ -167,58 +179,3 @@ def assisted_decoding(
     return GenerateAdaFlashOutput(
         sequences=sequences, scores=outputs.scores(), logits=outputs.logits(), cache=cache, statistics=statistics
     )
-
-
-def _target_pass(target: Target, tokens, packed: PackedBatch, cache: RaggedCache, last: torch.Tensor | None):
-    """The target's logits at packed tokens, at all `[T, V]` or at the packed indices `last` only, and the tapped
-    features of all of them `[T, T_layers * d]`. Taps are open for this pass alone: a logits processor may run the
-    target too."""
-    cache.begin(packed)
-    with packed_attention(target.model, decoding=last is None), target.taps() as captured:
-        logits = target.model(
-            input_ids=tokens[None].to(target.model.device),
-            position_ids=packed.query_positions[None],
-            cache=cache,
-            use_cache=True,
-            logits_to_keep=0 if last is None else last,
-            ragged=packed,
-        ).logits[0]
-    if not packed.used:
-        raise AdaFlashError(
-            f"{type(target.model).__name__} didn't use the attention that its configuration names: generate without "
-            "the drafter."
-        )
-    if last is not None and len(logits) != len(last):  # a target that doesn't know `logits_to_keep`
-        logits = logits[last]
-    # Scores go where the caller's ids are, as in plain `generate`: that is where processors hold their tensors.
-    return logits.to(tokens.device), target.features(captured)[0]
-
-
-def _pack(counts: list[int], first_positions: list[int], device, starts_at_zero: bool = False) -> PackedBatch:
-    """The packed batch of `counts[r]` tokens of row r that start at `first_positions[r]`."""
-    lengths = torch.tensor(counts, device=device)
-    query_rows = torch.arange(len(counts), device=device).repeat_interleave(lengths)
-    offsets = torch.arange(sum(counts), device=device) - (lengths.cumsum(0) - lengths)[query_rows]
-    positions = torch.tensor(first_positions, device=device)[query_rows] + offsets
-    longest = max(first + count for first, count in zip(first_positions, counts, strict=True))
-    return PackedBatch(query_rows, positions, len(counts), longest, counts, starts_at_zero=starts_at_zero)
-
-
-def _interleave(anchors: torch.Tensor, draft: Draft) -> torch.Tensor:
-    """Packed tokens: each row's anchor, then its drafts."""
-    counts = torch.tensor(draft.counts, device=anchors.device) + 1
-    starts = counts.cumsum(0) - counts
-    tokens = anchors.new_empty(int(counts.sum()))
-    is_anchor = torch.zeros(len(tokens), dtype=torch.bool, device=anchors.device)
-    is_anchor[starts] = True
-    tokens[is_anchor], tokens[~is_anchor] = anchors, draft.tokens.to(anchors)
-    return tokens
-
-
-def _kept(counts: list[int], accepted: list[int], device) -> torch.Tensor:
-    """Packed indices of the verified tokens that are now committed: each row's anchor and accepted drafts."""
-    kept, start = [], 0
-    for count, number in zip(counts, accepted, strict=True):
-        kept.extend(range(start, start + number + 1))
-        start += count
-    return torch.tensor(kept, device=device)

@@ -25,6 +25,9 @@ class AdaptiveLengthLogitsProcessor(LogitsProcessor):
 
     Raises:
         AdaFlashValueError: when the policy is `head` and there is no head.
+
+    Without costs to weigh (transformers' own loop), the `budget` policy chooses as `head` does, or as `fixed` does where
+    there is no head.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class AdaptiveLengthLogitsProcessor(LogitsProcessor):
         mask_token_id: int,
         length_head: AdaptiveLengthHead | None = None,
     ):
-        self.policy = config.length_policy or ("fixed" if length_head is None else "head")
+        self.policy = config.length_policy
         if self.policy == "head" and length_head is None:
             raise AdaFlashValueError(
                 "`length_policy` is 'head' but the drafter carries no length head: use 'fixed', or load a drafter "
@@ -58,7 +61,7 @@ class AdaptiveLengthLogitsProcessor(LogitsProcessor):
             anchor_length: tokens up to and with the anchor, so that `__call__` knows which position it is given.
         """
         lengths = torch.full_like(room, self.most)
-        if self.policy == "head":
+        if self.policy == "head" or (self.policy == "budget" and self.length_head is not None):
             candidate = self.length_head.candidate_lengths(
                 hidden_states,
                 rate=self.config.length_rate,
@@ -69,6 +72,18 @@ class AdaptiveLengthLogitsProcessor(LogitsProcessor):
         self.draft_lengths = torch.minimum(lengths, room).clamp(min=0)
         self.anchor_length = anchor_length
         return self.draft_lengths
+
+    def survival(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Probability `[n, most]` that a drafted position and all before it are accepted, by the length head; `None`
+        without a head. A `length` head names a length but no spread: a logistic of width 1/2 stands for it."""
+        if self.length_head is None:
+            return None
+        logits = self.length_head(hidden_states).float()
+        if self.length_head.config.kind == "survival":
+            return self.length_head.survival(logits)[:, : self.most]
+        accepted = logits.sigmoid()[:, None] * self.length_head.config.block_size * self.config.length_rate - 1
+        depth = torch.arange(1, self.most + 1, device=logits.device)
+        return (2 * (accepted - depth) + 1).sigmoid()
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Masks the rows `[n, V]` of one drafted position, the one after `input_ids` `[n, L]`, that lie past the

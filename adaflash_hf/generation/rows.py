@@ -1,5 +1,7 @@
 """The sequences of a call: their committed tokens and which of them still generate."""
 
+import collections
+
 import torch
 
 
@@ -7,7 +9,8 @@ class Rows:
     """Committed tokens of all rows of a call, and which of them are live.
 
     `tokens` is `[batch, capacity]` with the caller's left padding; `lengths[i]` counts row i's tokens, padding
-    included; `live` lists the batch indices of the rows still generating, in the order of the cache's rows.
+    included; `live` lists the batch indices of the rows still generating, in the order of the cache's rows; `waiting`
+    those that have yet to start.
     """
 
     def __init__(self, input_ids: torch.Tensor, attention_mask, max_length: int, pad_token_id: int):
@@ -20,7 +23,20 @@ class Rows:
         else:
             self.padding = (width - attention_mask[:, :width].long().sum(dim=1)).tolist()
         self.lengths = [width] * batch
-        self.live = list(range(batch))
+        self.live: list[int] = []
+        self.waiting = collections.deque(range(batch))
+
+    def admit(self, most: int) -> list[torch.Tensor]:
+        """Makes up to `most` waiting rows live, behind the others; their prompts, int64 `[length]` without padding."""
+        entering = [self.waiting.popleft() for _ in range(min(most, len(self.waiting)))]
+        self.live.extend(entering)
+        return [self.tokens[index, self.padding[index] : self.prompt_width] for index in entering]
+
+    def commit(self, index: int, tokens: list[int]) -> None:
+        """Appends tokens to the row at a batch index."""
+        length = self.lengths[index]
+        self.tokens[index, length : length + len(tokens)] = torch.tensor(tokens, device=self.tokens.device)
+        self.lengths[index] += len(tokens)
 
     def prefix(self, row: int) -> torch.Tensor:
         index = self.live[row]

@@ -15,14 +15,37 @@ class AdaFlashStatistics:
         accepted_lengths: per row and verify step, tokens committed by it, bonus token included (tau). Tokens that a
             stop condition cut off are not counted.
         candidate_lengths: per row and verify step, tokens put up for verification, anchor included.
+        draft_sources: per row and verify step, who proposed the candidate: `drafter`, `lookup` (the row's own text) or
+            `none` where only the anchor was verified.
         prefill_seconds, draft_seconds, verify_seconds: wall-clock time of the whole call, in seconds.
     """
 
     accepted_lengths: list[list[int]] = field(default_factory=list)
     candidate_lengths: list[list[int]] = field(default_factory=list)
+    draft_sources: list[list[str]] = field(default_factory=list)
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, rows: int) -> "AdaFlashStatistics":
+        """Empty statistics of so many rows."""
+        return cls(*([[] for _ in range(rows)] for _ in range(3)))
+
+    def add(self, row: int, accepted: int, candidate: int, source: str) -> None:
+        """One verify step of a row."""
+        self.accepted_lengths[row].append(accepted)
+        self.candidate_lengths[row].append(candidate)
+        self.draft_sources[row].append(source)
+
+    @property
+    def accepted_by_source(self) -> dict[str, int]:
+        """Committed tokens beside the bonus tokens, by who proposed them."""
+        counts: dict[str, int] = {}
+        for lengths, sources in zip(self.accepted_lengths, self.draft_sources, strict=True):
+            for length, source in zip(lengths, sources, strict=True):
+                counts[source] = counts.get(source, 0) + length - 1
+        return counts
 
     @property
     def mean_accepted_length(self) -> float:

@@ -75,6 +75,7 @@ def test_transformers_own_loop_drafts_what_ours_drafts(overrides, monkeypatch):
     """Both routes put the same candidates up for verification, so features, positions and masks agree."""
     seen = {"ours": [], "bare": []}
     target, drafter = make_target(), make_drafter(**overrides)
+    drafter.generation_config.length_policy = "fixed"
     ids, _ = ragged_prompts((7,))
     forward, route = type(drafter).forward, "bare"
 

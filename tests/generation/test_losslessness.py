@@ -12,7 +12,7 @@ from adaflash_hf.generation.logits_process import is_masked
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
 
 
-@pytest.mark.parametrize("policy", ["fixed", "head"])
+@pytest.mark.parametrize("policy", ["fixed", "head", "budget"])
 @pytest.mark.parametrize("name", TARGETS)
 def test_single_rows(name, policy, oracle):
     target, drafter = make_target(name), make_drafter(head="survival")
@@ -28,7 +28,7 @@ def test_single_rows(name, policy, oracle):
             assert calls[0].mean_accepted_length > 2
 
 
-@pytest.mark.parametrize("policy", ["fixed", "head"])
+@pytest.mark.parametrize("policy", ["fixed", "head", "budget"])
 @pytest.mark.parametrize("name", TARGETS)
 def test_ragged_batch(name, policy, oracle):
     target, drafter = make_target(name), make_drafter(head="length")
@@ -265,6 +265,7 @@ def test_a_shorter_max_length_criterion(oracle):
 
 def test_num_assistant_tokens_of_the_call():
     target, drafter = make_target(), make_drafter()
+    drafter.generation_config.length_policy = "fixed"
     ids, _ = ragged_prompts((5,))
     with collect_statistics() as calls:
         target.generate(ids, assistant_model=drafter, num_assistant_tokens=2, **GREEDY)
@@ -275,6 +276,7 @@ def test_num_assistant_tokens_of_the_call():
 def test_a_draft_processor_shortens_drafts(monkeypatch):
     """A position left with only the mask token ends the candidate; what comes out doesn't change."""
     target, drafter = make_target(), make_drafter(draft_vocab_size=20)
+    drafter.generation_config.length_policy = "fixed"
     ids, mask = ragged_prompts()
     seen = []
 

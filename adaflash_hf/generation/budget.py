@@ -1,0 +1,136 @@
+"""The budget policy: which source each row drafts from, and how many drafted tokens the step verifies.
+
+Both are chosen per step, over all live rows together, to commit the most expected tokens per second:
+
+    (rows + sum of survival over verified drafts) / seconds(rows + verified drafts)
+
+Survival of a row's position k is the probability that it and all before it are accepted, so it falls along a row, and
+taking positions in order of survival never leaves a gap (D-Cut and DSpark's scheduler, `PAPERS` in the README).
+Everything that enters was known before a token of this step was drawn: hidden states, looked-up continuations,
+outcomes of earlier steps, and costs measured before the call.
+"""
+
+import numpy as np
+
+from .acceptance import DRAFTER_PRIOR, LOOKUP_PRIOR, RunningAcceptance, lookup_classes
+from .costs import WRONG, CostModel
+from .lookup import LookupDraft
+
+
+def allocate(survival: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, float]:
+    """Drafted tokens to verify per row.
+
+    Args:
+        survival: float64 `[rows, K]`, falling along each row; 0 where a row has nothing to offer.
+        seconds: float64 `[rows * K + 1]`, duration of the step when n drafts are verified, rising with n.
+
+    Returns:
+        int64 `[rows]` and the expected tokens per second. The best of all choices; of equals the shortest.
+    """
+    rows, width = survival.shape
+    order = np.sort(survival, axis=None)[::-1]
+    rates = (rows + np.concatenate([[0.0], np.cumsum(order)])) / seconds
+    best = int(rates.argmax())
+    if best == 0:
+        return np.zeros(rows, dtype=np.int64), float(rates[0])
+    taken = survival > order[best - 1]
+    lengths = taken.sum(axis=1)
+    # Positions that tie with the last one taken: rows in order, as many as are left.
+    left = best - int(lengths.sum())
+    for row in range(rows):
+        ties = min(left, int((survival[row] == order[best - 1]).sum()))
+        lengths[row] += ties
+        left -= ties
+    return lengths, float(rates[best])
+
+
+class Budget:
+    """State of the policy during one call.
+
+    Args:
+        costs: what passes of this target and drafter cost on this machine.
+        drafted: tokens that one block of the drafter proposes, capped by the user's settings.
+        lookup_tokens: most looked-up tokens; 0 switches lookup off.
+    """
+
+    def __init__(self, costs: CostModel, drafted: int, lookup_tokens: int):
+        self.costs, self.drafted, self.lookup_tokens = costs, drafted, lookup_tokens
+        self.lookup = RunningAcceptance(LOOKUP_PRIOR)
+        self.drafter = RunningAcceptance([DRAFTER_PRIOR] * drafted)
+        self._ratios: list[float] = []
+
+    @property
+    def width(self) -> int:
+        return max(self.drafted, self.lookup_tokens)
+
+    def lookup_survival(self, lookups: list[LookupDraft | None], room: list[int]) -> np.ndarray:
+        """`[rows, width]` for the looked-up continuations, 0 past the room that a row has."""
+        survival, rates = np.zeros((len(lookups), self.width)), self.lookup.rates
+        for row, lookup in enumerate(lookups):
+            count = 0 if lookup is None else min(len(lookup.tokens), room[row])
+            if count > 0:
+                survival[row, :count] = rates[lookup_classes(lookup.match, count)].cumprod()
+        return survival
+
+    def drafter_survival(self, room: list[int]) -> np.ndarray:
+        """`[rows, width]` that the drafter is expected to reach, before it has run."""
+        curve = np.zeros(self.width)
+        curve[: self.drafted] = self.drafter.rates.cumprod()
+        return curve * (np.arange(self.width) < np.asarray(room)[:, None])
+
+    def route(self, lookup: np.ndarray, drafter: np.ndarray, slots: int, catching_up: int) -> np.ndarray:
+        """Rows that the drafter is to serve, bool `[rows]`.
+
+        One drafter pass costs about the same for one row as for a few, so the number of rows is chosen first: those
+        that gain most over their own lookup. All numbers of rows up to 8 are weighed, then powers of 2.
+
+        Args:
+            lookup, drafter: survival by source `[rows, K]`.
+            slots: cached positions over all rows.
+            catching_up: committed tokens that the drafter has yet to read.
+        """
+        rows = len(lookup)
+        gain = drafter.sum(axis=1) - lookup.sum(axis=1)
+        order = np.argsort(-gain, kind="stable")
+        most = int((gain > 0).sum())
+        numbers = [n for n in range(1, most + 1) if n <= 8 or n & (n - 1) == 0 or n == most]
+        verify = self.costs.verify_seconds(rows, rows + lookup.size, slots)
+        best, best_rate = 0, allocate(lookup, verify)[1]
+        for number in numbers:
+            mixed = lookup.copy()
+            mixed[order[:number]] = drafter[order[:number]]
+            seconds = verify + self.costs.draft_seconds(number, catching_up, slots)
+            rate = allocate(mixed, seconds)[1]
+            if rate > best_rate:
+                best, best_rate = number, rate
+        served = np.zeros(rows, dtype=bool)
+        served[order[:best]] = True
+        return served
+
+    def lengths(self, survival: np.ndarray, served: int, slots: int, caught_up: int) -> np.ndarray:
+        """Drafted tokens to verify per row, int64 `[rows]`, once the drafter has run for `served` rows."""
+        rows = len(survival)
+        seconds = self.costs.verify_seconds(rows, rows + survival.size, slots)
+        if served:
+            seconds = seconds + self.costs.draft_seconds(served, caught_up, slots)
+        return allocate(survival, seconds)[0]
+
+    def learn(self, verified: list[int], accepted: list[int], matches: list[int | None]) -> None:
+        """A step's outcome per row: drafts verified, drafts accepted, and the lookup's match or `None` for the
+        drafter's."""
+        self.lookup.forget()
+        self.drafter.forget()
+        for count, number, match in zip(verified, accepted, matches, strict=True):
+            if match is None:
+                self.drafter.add(np.arange(count), number)
+            else:
+                self.lookup.add(lookup_classes(match, count), number)
+
+    def time(self, seconds: float, tokens: int, slots: int) -> None:
+        """Compares a verify pass with what it was expected to take."""
+        self._ratios.append(seconds / float(self.costs.verify_seconds(tokens, tokens, slots)[0]))
+
+    @property
+    def costs_were_wrong(self) -> bool:
+        """Whether the passes of this call, at least 16, took far more or less time than the costs say."""
+        return len(self._ratios) >= 16 and not 1 / WRONG < float(np.median(self._ratios)) < WRONG

@@ -1,0 +1,166 @@
+"""What a verify pass and a draft cost on the user's own machine, measured once per target, drafter, device and dtype.
+
+`measure` runs a few passes, within two seconds, and stores what it saw in the Hugging Face cache folder. Within a call
+of `generate` the costs are fixed, so that the same seed gives the same choices.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from huggingface_hub import cached_assets_path
+from transformers import PreTrainedModel
+
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+SECONDS = 2.0
+SHORT, LONG = 64, 512
+# The cached costs are thrown away when passes take this many times as long, or as short, as they say.
+WRONG = 1.5
+
+
+@dataclasses.dataclass
+class CostModel:
+    """Seconds of a pass, linear between measured sizes and beyond them.
+
+    Attributes:
+        tokens, verify: packed tokens of a target pass and their seconds, both rising.
+        rows, draft: blocks of a drafter pass and their seconds, both rising.
+        slot_verify, slot_draft: seconds per cached position that a pass reads, over all rows.
+        catch_up: seconds per committed token that the drafter reads late.
+    """
+
+    tokens: list[int]
+    verify: list[float]
+    rows: list[int]
+    draft: list[float]
+    slot_verify: float = 0.0
+    slot_draft: float = 0.0
+    catch_up: float = 0.0
+
+    def verify_seconds(self, first: int, last: int, slots: int) -> np.ndarray:
+        """Seconds of target passes over `first` to `last` packed tokens, `[last - first + 1]`."""
+        return _between(np.arange(first, last + 1), self.tokens, self.verify) + slots * self.slot_verify
+
+    def draft_seconds(self, rows: int, context: int, slots: int) -> float:
+        """Seconds of a drafter pass over `rows` blocks that also reads `context` committed tokens, one per row being
+        the usual."""
+        late = max(0, context - 2 * rows)
+        return float(_between(np.array([rows]), self.rows, self.draft)[0]) + late * self.catch_up + slots * self.slot_draft
+
+
+def _between(sizes: np.ndarray, measured: list[int], seconds: list[float]) -> np.ndarray:
+    """Linear between measured sizes; past the last at the last slope."""
+    inside = np.interp(sizes, measured, seconds)
+    if len(measured) < 2:
+        return inside * np.maximum(sizes / measured[-1], 1.0)
+    slope = (seconds[-1] - seconds[-2]) / (measured[-1] - measured[-2])
+    return inside + np.maximum(sizes - measured[-1], 0) * slope
+
+
+def measure(verify: Callable[[list[int], int], None], draft: Callable[[int, int, int], None]) -> CostModel:
+    """Times passes, smallest first, until `SECONDS` are nearly used up.
+
+    Args:
+        verify: runs one target pass of `counts[r]` tokens for row r, each row at the given position.
+        draft: runs one drafter pass of so many blocks, late tokens per row, at the given position.
+    """
+    start = time.perf_counter()
+    verify([1], SHORT)  # the first pass allocates
+    tokens, seconds = _rising(TOKENS, lambda n: verify([n], SHORT), start + 0.5 * SECONDS)
+    rows, drafts = _rising(ROWS, lambda n: draft(n, 2, SHORT), start + 0.75 * SECONDS)
+    costs = CostModel(tokens, seconds, rows, drafts)
+    slots = 4 * (LONG - SHORT)
+    costs.slot_verify = max(0.0, _timed(lambda: verify([1] * 4, LONG)) - _timed(lambda: verify([1] * 4, SHORT))) / slots
+    costs.slot_draft = max(0.0, _timed(lambda: draft(4, 2, LONG)) - _timed(lambda: draft(4, 2, SHORT))) / slots
+    costs.catch_up = max(0.0, _timed(lambda: draft(1, LONG // 2, SHORT)) - drafts[0]) / (LONG // 2)
+    return costs
+
+
+def _timed(run: Callable[[], None], until: float = 0.0) -> float:
+    """Median seconds of up to 5 runs, fewer where one takes long or `until` has passed."""
+    seconds: list[float] = []
+    while len(seconds) < 5 and (not seconds or (sum(seconds) < SECONDS / 40 and time.perf_counter() < until)):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return float(np.median(seconds))
+
+
+def _rising(sizes: tuple[int, ...], run: Callable[[int], None], until: float) -> tuple[list[int], list[float]]:
+    """Sizes that there was time for, at least two, and their seconds, made to rise: noise alone lets them fall."""
+    done: list[int] = []
+    seconds: list[float] = []
+    for size in sizes:
+        # A pass of twice the tokens may take twice as long.
+        if len(done) >= 2 and time.perf_counter() + 2 * seconds[-1] > until:
+            break
+        done.append(size)
+        seconds.append(_timed(lambda: run(size), until))
+    return done, np.maximum.accumulate(seconds).tolist()
+
+
+def describe(target: PreTrainedModel, drafter: PreTrainedModel) -> dict[str, str]:
+    """What the costs depend on; equal descriptions share stored costs."""
+    device = target.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "device": f"{device.type} {name}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+        "target": _digest(target),
+        "drafter": _digest(drafter),
+    }
+
+
+def _digest(model: PreTrainedModel) -> str:
+    """Class, dtype, sizes and kinds of modules (packed, quantised, adapted)."""
+    kinds = sorted({type(module).__qualname__ for module in model.modules()})
+    config = {key: value for key, value in model.config.to_dict().items() if key not in ("_name_or_path", "dtype")}
+    whole = json.dumps([type(model).__qualname__, str(model.dtype), kinds, config], sort_keys=True, default=str)
+    return hashlib.sha256(whole.encode()).hexdigest()[:16]
+
+
+_measured: dict[str, CostModel] = {}
+
+
+def _path(description: dict[str, str]) -> Path:
+    digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]
+    return cached_assets_path("adaflash_hf", namespace="costs") / f"{digest}.json"
+
+
+def load_costs(description: dict[str, str], measure_costs: Callable[[], CostModel]) -> CostModel:
+    """The costs of this process, else the stored ones, else new ones. A cache folder that can't be written is no
+    reason to fail: the costs then last as long as the process."""
+    key = json.dumps(description, sort_keys=True)
+    if key not in _measured:
+        try:
+            _measured[key] = CostModel(**json.loads(_path(description).read_text(encoding="utf-8"))["costs"])
+        except (OSError, ValueError, TypeError, KeyError):
+            _measured[key] = measure_costs()
+            with contextlib.suppress(OSError):
+                _store(description, _measured[key])
+    return _measured[key]
+
+
+def forget_costs(description: dict[str, str]) -> None:
+    """Drops costs that proved wrong; the next call measures anew."""
+    _measured.pop(json.dumps(description, sort_keys=True), None)
+    with contextlib.suppress(OSError):
+        _path(description).unlink()
+
+
+def _store(description: dict[str, str], costs: CostModel) -> None:
+    path = _path(description)
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump({**description, "costs": dataclasses.asdict(costs)}, file, indent=2)
+    os.replace(partial, path)

@@ -1,0 +1,272 @@
+"""The budget policy: lengths against brute force, routes, costs, and the lookup source."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from tiny import VOCAB, make_drafter, make_target, ragged_prompts
+
+from adaflash_hf.generation import costs as costs_module
+from adaflash_hf.generation.acceptance import RunningAcceptance, lookup_classes
+from adaflash_hf.generation.budget import Budget, allocate
+from adaflash_hf.generation.costs import CostModel, describe, forget_costs, load_costs, measure
+from adaflash_hf.generation.lookup import NgramIndex
+
+
+FLAT = CostModel(tokens=[1, 64], verify=[1.0, 1.1], rows=[1, 8], draft=[0.1, 0.1])
+STEEP = CostModel(tokens=[1, 64], verify=[1.0, 64.0], rows=[1, 8], draft=[0.1, 0.1])
+
+
+def brute_force(survival, seconds):
+    rows, width = survival.shape
+    best = (0.0, None)
+    for lengths in itertools.product(range(width + 1), repeat=rows):
+        gain = sum(survival[row, :length].sum() for row, length in enumerate(lengths))
+        rate = (rows + gain) / seconds[sum(lengths)]
+        if rate > best[0] + 1e-12:
+            best = (rate, lengths)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_lengths_equal_brute_force(seed):
+    """Random curves and random rising costs: no other choice commits more expected tokens per second."""
+    rng = np.random.default_rng(seed)
+    rows, width = int(rng.integers(1, 4)), int(rng.integers(1, 5))
+    survival = rng.random((rows, width)).round(1 if seed % 2 else 3).cumprod(axis=1)
+    seconds = np.cumsum(rng.random(rows * width + 1) ** 3) + 1.0
+    lengths, rate = allocate(survival, seconds)
+    best_rate, _ = brute_force(survival, seconds)
+    assert rate == pytest.approx(best_rate)
+    gain = sum(survival[row, :length].sum() for row, length in enumerate(lengths))
+    assert (rows + gain) / seconds[lengths.sum()] == pytest.approx(best_rate)
+
+
+def test_ties_are_split_without_gaps():
+    survival = np.full((3, 2), 0.5)
+    lengths, _ = allocate(survival, np.array([1.0, 1.0, 1.0, 1.0, 1.0, 99.0, 99.0]))
+    assert lengths.tolist() == [2, 2, 0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_route_equals_brute_force(seed):
+    """Curves of one family per source: the rows chosen for the drafter are the best set of all."""
+    rng = np.random.default_rng(seed)
+    rows, width = 3, 3
+    budget = Budget(CostModel([1, 12], [1.0, 2.0], [1, 3], [0.15, 0.3]), drafted=width, lookup_tokens=width)
+    lookup = rng.random((rows, 1)) ** np.arange(1, width + 1)
+    drafter = np.tile(rng.random() ** np.arange(1, width + 1), (rows, 1))
+    served = budget.route(lookup, drafter, slots=0, catching_up=0)
+
+    def rate_of(chosen):
+        mixed = np.where(np.array(chosen)[:, None], drafter, lookup)
+        seconds = budget.costs.verify_seconds(rows, rows + mixed.size, 0)
+        if any(chosen):
+            seconds = seconds + budget.costs.draft_seconds(sum(chosen), 0, 0)
+        return allocate(mixed, seconds)[1]
+
+    best = max(rate_of(chosen) for chosen in itertools.product([False, True], repeat=rows))
+    assert rate_of(served) == pytest.approx(best)
+
+
+def test_nothing_is_verified_where_it_does_not_pay():
+    budget = Budget(STEEP, drafted=4, lookup_tokens=0)
+    room = [9, 9]
+    expected = budget.drafter_survival(room)
+    assert not budget.route(np.zeros_like(expected), expected, 0, 0).any()
+    assert budget.lengths(expected, 0, 0, 0).tolist() == [0, 0]
+    cheap = Budget(FLAT, drafted=4, lookup_tokens=0)
+    assert cheap.route(np.zeros_like(expected), expected, 0, 0).all()
+    assert cheap.lengths(expected, 2, 0, 0).tolist() == [4, 4]
+
+
+def test_survival_respects_room():
+    budget = Budget(FLAT, drafted=4, lookup_tokens=6)
+    lookup = NgramIndex([5, 6, 5]).lookup(6)
+    assert (budget.lookup_survival([lookup, None], [2, 9]) > 0).sum(axis=1).tolist() == [2, 0]
+    assert (budget.drafter_survival([1, 9]) > 0).sum(axis=1).tolist() == [1, 4]
+
+
+def test_acceptance_follows_outcomes_and_forgets():
+    running = RunningAcceptance([0.5, 0.5])
+    for _ in range(50):
+        running.forget()
+        running.add(np.arange(2), 1)
+    first, second = running.rates
+    assert first > 0.9 and second < 0.1
+    for _ in range(600):
+        running.forget()
+    assert running.rates == pytest.approx([0.5, 0.5], abs=0.02)
+
+
+def test_useless_drafter_is_hardly_run(monkeypatch):
+    """Once its drafts keep failing it is left alone, and tried again only rarely."""
+    target, drafter = make_target(), make_drafter()
+    drafter.generation_config.lookup_tokens = 0
+    ids, _ = ragged_prompts((7,))
+    calls = []
+    forward = type(drafter).forward
+    monkeypatch.setattr(type(drafter), "forward", lambda self, *a, **k: calls.append(1) or forward(self, *a, **k))
+    output = target.generate(
+        ids, assistant_model=drafter, max_new_tokens=200, do_sample=False, return_dict_in_generate=True
+    )
+    steps = len(output.statistics.accepted_lengths[0])
+    assert output.statistics.mean_accepted_length < 1.2
+    # Costs in conftest.py: a draft takes 0.1 of a step, so 5 % against plain decoding is half as many drafts as steps.
+    assert 0 < len(calls) < 0.3 * steps
+
+
+# Lookup.
+
+
+def test_lookup_finds_the_latest_longest_match():
+    index = NgramIndex([1, 2, 3, 9, 2, 3, 8, 1, 2, 3])
+    draft = index.lookup(3)
+    assert (draft.tokens, draft.match) == ([9, 2, 3], 3)
+    index.extend([9, 7, 2, 3])
+    assert (index.lookup(1).tokens, index.lookup(1).match) == ([9], 2)
+    assert NgramIndex([4, 5, 6]).lookup(3) is None
+    assert NgramIndex([4]).lookup(3) is None
+
+
+def test_lookup_follows_a_loop_past_the_end():
+    assert NgramIndex([7, 1, 2, 1, 2]).lookup(5).tokens == [1, 2, 1, 2, 1]
+    assert NgramIndex([3, 3]).lookup(4).tokens == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lookup_equals_a_plain_search(seed):
+    """Grown token by token, the index answers as a search through the whole text does."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 4, (60,), generator=generator).tolist()
+    index = NgramIndex(tokens[:1])
+    for length in range(2, 60):
+        index.extend(tokens[length - 1 : length])
+        text, found = tokens[:length], None
+        for size in range(8, 0, -1):
+            ends = [e for e in range(size - 1, length - 1) if text[e + 1 - size : e + 1] == text[length - size :]]
+            if ends:
+                found = (size, [text[e + 1] for e in ends])
+                break
+        draft = index.lookup(1)
+        if found is None:
+            assert draft is None
+        else:
+            # Beyond the indexed length the latest match counts, which another may surpass.
+            assert draft.match == found[0] and draft.tokens[0] in found[1] or 4 <= draft.match < found[0]
+
+
+def test_classes_continue_the_match():
+    assert lookup_classes(1, 3).tolist() == [0, 1, 2]
+    assert lookup_classes(7, 3).tolist() == [6, 7, 7]
+
+
+def test_lookup_alone_repeats_a_loop():
+    """With a text that loops, tokens come from lookup, several per step, and the drafter rests."""
+    target, drafter = make_target(), make_drafter()
+    ids = torch.tensor([[5, 6, 7, 8] * 3])
+    # A head that always continues the loop.
+    with torch.no_grad():
+        target.lm_head.weight.zero_()
+        target.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCAB))
+        target.lm_head.bias[9] = 1.0
+    output = target.generate(
+        ids, assistant_model=drafter, max_new_tokens=40, do_sample=False, return_dict_in_generate=True
+    )
+    assert output.sequences[0, 12:].tolist() == [9] * 40
+    assert output.statistics.accepted_by_source["lookup"] > 20
+    assert output.statistics.mean_accepted_length > 3
+
+
+# Costs.
+
+
+def test_costs_are_linear_between_and_beyond():
+    costs = CostModel([1, 3], [1.0, 2.0], [1], [0.5], slot_verify=0.01, slot_draft=0.1, catch_up=0.25)
+    assert costs.verify_seconds(1, 4, 0).tolist() == [1.0, 1.5, 2.0, 2.5]
+    assert costs.verify_seconds(3, 3, 100).tolist() == [3.0]
+    assert costs.draft_seconds(1, 2, 0) == 0.5
+    assert costs.draft_seconds(2, 8, 10) == pytest.approx(1.0 + 4 * 0.25 + 1.0)
+
+
+def test_measure_is_quick_and_rises(monkeypatch):
+    """On a clock that the passes move: within two seconds, sizes in order, noise smoothed to rise."""
+    now = [0.0]
+    monkeypatch.setattr(costs_module.time, "perf_counter", lambda: now[0])
+
+    def verify(counts, position):
+        now[0] += 0.02 + 0.001 * sum(counts) - 0.004 * (sum(counts) == 8)
+
+    def draft(rows, late, position):
+        now[0] += 0.005 + 0.0001 * rows * late
+
+    costs = measure(verify, draft)
+    assert now[0] <= 2.0
+    assert costs.tokens[:4] == [1, 2, 4, 8] and (np.diff(costs.verify) >= 0).all()
+    assert costs.verify[0] == pytest.approx(0.021) and costs.catch_up > 0
+    assert len(costs.rows) >= 2 and (np.diff(costs.draft) >= 0).all()
+
+
+def test_costs_are_stored_once_and_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setattr(costs_module, "_measured", {})
+    description = describe(make_target(), make_drafter())
+    calls = []
+
+    def measure_costs():
+        calls.append(1)
+        return FLAT
+
+    assert load_costs(description, measure_costs) == FLAT
+    costs_module._measured.clear()  # as in another process
+    assert load_costs(description, measure_costs) == FLAT and len(calls) == 1
+    stored = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert stored["device"].startswith("cpu") and stored["costs"]["tokens"] == [1, 64]
+    next(tmp_path.glob("*.json")).write_text("{")
+    costs_module._measured.clear()
+    load_costs(description, measure_costs)
+    assert len(calls) == 2
+    forget_costs(description)
+    load_costs(description, measure_costs)
+    assert len(calls) == 3
+
+
+def test_description_tells_what_costs_depend_on():
+    target, drafter = make_target(), make_drafter()
+    base = describe(target, drafter)
+    assert base == describe(make_target(seed=5), drafter)
+    assert base != describe(make_target(num_hidden_layers=3), drafter)
+    assert base != describe(make_target().to(torch.bfloat16), drafter)
+    from adaflash_hf.kernels.packed_linear import pack_linear_weights
+
+    pack_linear_weights(target)
+    assert base != describe(target, drafter)
+
+
+def test_wrong_costs_are_noticed():
+    budget = Budget(FLAT, drafted=2, lookup_tokens=0)
+    for _ in range(15):
+        budget.time(5.0, 1, 0)
+    assert not budget.costs_were_wrong
+    budget.time(5.0, 1, 0)
+    assert budget.costs_were_wrong
+    right = Budget(FLAT, drafted=2, lookup_tokens=0)
+    for _ in range(30):
+        right.time(1.2, 1, 0)
+    assert not right.costs_were_wrong
+
+
+def test_real_passes_can_be_measured(monkeypatch):
+    """The probes run a target and a drafter, and leave the target as it was."""
+    from adaflash_hf.generation import passes
+    from adaflash_hf.target import Target
+
+    target, drafter = make_target("mistral"), make_drafter(head="survival")
+    monkeypatch.setattr(passes, "load_costs", lambda description, measure_costs: measure_costs())
+    monkeypatch.setattr(costs_module, "SECONDS", 0.3)
+    before = target.config._attn_implementation
+    with torch.no_grad():
+        costs = passes.target_costs(Target(target, drafter.config), drafter)
+    assert len(costs.tokens) >= 2 and min(costs.verify) > 0 and min(costs.draft) > 0
+    assert target.config._attn_implementation == before
