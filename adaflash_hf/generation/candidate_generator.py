@@ -10,6 +10,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from ..kernels import draft_columns_of
 from ..modeling_adaflash import AdaFlashDrafter
 from ..target import Target
 from .attention import PackedBatch
@@ -24,12 +25,24 @@ class Draft:
     Attributes:
         counts: drafted tokens per row.
         tokens: int64 `[sum(counts)]`, packed by row.
-        probabilities: float32 `[sum(counts), V]`, the distribution each token was drawn from; `None` when greedy.
+        scores: `[sum(counts), W]`: each token was drawn from q = softmax(scores / temperature); `None` when greedy.
+        temperature: of q.
+        columns: int32 `[V]`, the column of `scores` for each token of the target, -1 for none; `None` where W = V.
     """
 
     counts: list[int]
     tokens: torch.Tensor
-    probabilities: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+    temperature: float = 1.0
+    columns: torch.Tensor | None = None
+
+    def probabilities(self, first: int = 0, last: int | None = None) -> torch.Tensor:
+        """q of the packed drafts `first` to `last` over the target's vocabulary, float32 `[n, V]`."""
+        q = (self.scores[first:last].float() / self.temperature).softmax(dim=-1)
+        if self.columns is None:
+            return q
+        columns = self.columns.to(q.device).long()
+        return torch.where(columns < 0, 0.0, q[:, columns.clamp(min=0)])
 
 
 class DiffusionCandidateGenerator(CandidateGenerator):
@@ -67,6 +80,7 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         )
         self.draft_processors = LogitsProcessorList(draft_processors or [])
         self.token_ids = drafter.draft_token_ids if config.draft_vocab_size is not None else None
+        self._columns = None if self.token_ids is None else draft_columns_of(self.token_ids, config.vocab_size)
         self._logits = target.head_rows(self.token_ids)
         self._cache = RaggedCache()
         self._pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -105,8 +119,10 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         logits = self._logits(drafted[kept])
         if self.draft_processors:
             return self._draft_processed(logits, lengths.tolist(), prefixes)
-        tokens, probabilities = self._pick(logits)
-        return Draft(lengths.tolist(), tokens.to(anchors.device), probabilities)
+        tokens = self._pick(logits).to(anchors.device)
+        if not self.do_sample:
+            return Draft(lengths.tolist(), tokens)
+        return Draft(lengths.tolist(), tokens, logits, self.temperature, self._columns)
 
     def _block_hidden(self, anchors, positions) -> torch.Tensor:
         """Runs the drafter on the blocks and on the context that it hasn't seen; hidden states `[rows, B, d]`."""
@@ -139,35 +155,34 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         )
         return output.last_hidden_state.reshape(rows, size, -1)
 
-    def _pick(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens `[n]` and, when sampling, their distribution over the target's vocabulary `[n, V]`."""
-        if not self.do_sample:
-            choice = logits.argmax(dim=-1)
-            return (choice if self.token_ids is None else self.token_ids.to(choice.device)[choice]), None
-        probabilities = (logits.float() / self.temperature).softmax(dim=-1)
-        if self.token_ids is not None:
-            whole = probabilities.new_zeros(len(logits), self.config.vocab_size)
-            probabilities = whole.index_copy_(1, self.token_ids.to(logits.device), probabilities)
+    def _pick(self, logits: torch.Tensor) -> torch.Tensor:
+        """Tokens `[n]`: the argmax of the draft's logits `[n, W]`, or drawn at the draft's temperature."""
         if not len(logits):
-            return logits.new_zeros(0, dtype=torch.long), probabilities
-        return torch.multinomial(probabilities, 1).squeeze(-1), probabilities
+            return torch.zeros(0, dtype=torch.long, device=logits.device)
+        if self.do_sample:
+            choice = torch.multinomial((logits.float() / self.temperature).softmax(dim=-1), 1).squeeze(-1)
+        else:
+            choice = logits.argmax(dim=-1)
+        return choice if self.token_ids is None else self.token_ids.to(choice.device)[choice]
 
     def _draft_processed(self, logits: torch.Tensor, lengths: list[int], prefixes) -> Draft:
         """Position by position through the user's draft-side processors, over the whole vocabulary."""
         whole = logits.new_full((len(logits), self.config.vocab_size), float("-inf"), dtype=torch.float32)
         columns = slice(None) if self.token_ids is None else self.token_ids.to(logits.device)
         whole[:, columns] = logits.float() / (self.temperature if self.do_sample else 1.0)
-        tokens, probabilities, counts, start = [], [], [], 0
+        tokens, kept_scores, counts, start = [], [], [], 0
         for length, prefix in zip(lengths, prefixes, strict=True):
             count = 0
             for scores in whole[start : start + length]:
                 scores = self.draft_processors(prefix, scores[None])
                 if is_masked(scores, self.config.mask_token_id)[0]:
                     break
-                q = scores.softmax(dim=-1)
-                token = torch.multinomial(q, 1) if self.do_sample else scores.argmax(dim=-1, keepdim=True)
+                if self.do_sample:
+                    token = torch.multinomial(scores.softmax(dim=-1), 1)
+                else:
+                    token = scores.argmax(dim=-1, keepdim=True)
                 tokens.append(token[0])
-                probabilities.append(q)
+                kept_scores.append(scores)
                 prefix = torch.cat([prefix, token.to(prefix)], dim=1)
                 count += 1
             counts.append(count)
@@ -175,7 +190,7 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         packed = torch.cat(tokens) if tokens else logits.new_zeros(0, dtype=torch.long)
         if not self.do_sample:
             return Draft(counts, packed)
-        return Draft(counts, packed, torch.cat(probabilities) if probabilities else whole[:0])
+        return Draft(counts, packed, torch.cat(kept_scores) if kept_scores else whole[:0])
 
     def get_candidates(
         self, input_ids, model_kwargs=None, model_outputs=None, is_first_iteration=False, n_last_matches=0, **kwargs
@@ -192,9 +207,9 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         room = torch.full_like(position, self.config.num_drafted_tokens)
         draft = self.draft(input_ids[:, -1], position, room, prefixes=[input_ids])
         ids = torch.cat([input_ids, draft.tokens[None]], dim=1)
-        if draft.probabilities is None:
+        if draft.scores is None:
             return ids, None
-        return ids, draft.probabilities.log()[None]
+        return ids, draft.probabilities().log()[None]
 
     def update_candidate_strategy(self, input_ids, scores, num_matches):
         """Nothing to learn within a call: lengths come from the length head."""

@@ -147,7 +147,7 @@ def assisted_decoding(
         # 3. Accept: drafts that the target would have chosen, and its own next token.
         counts = [count + 1 for count in draft.counts]
         tokens = _interleave(rows.anchors(), draft)
-        accepted, bonus, scores = choice(logits, tokens, counts, draft.probabilities, rows.prefix, rows.live)
+        accepted, bonus, scores = choice(logits, tokens, counts, draft, rows.prefix, rows.live)
         # The clock stops here: on a GPU the pass is only known to be over once its result has been read.
         if first:
             statistics.prefill_seconds = time.perf_counter() - clock

@@ -86,6 +86,10 @@ def ragged_attention_kernel(
     q = tl.load(query + q_at, mask=d[None, :] < D, other=0.0)
     key += row * key_stride_r + kv_head * key_stride_h
     value += row * value_stride_r + kv_head * value_stride_h
+    # Offsets within a tile are small; what can pass 2**31 is in the scalars before them.
+    lanes = tl.arange(0, BLOCK_N)
+    k_at = lanes[None, :] * key_stride_s + d[:, None]
+    v_at = lanes[:, None] * value_stride_s + d[None, :]
     # A sink is a key without a value; the first part counts it.
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -95,10 +99,10 @@ def ragged_attention_kernel(
             total = tl.full([BLOCK_M], 1.0, tl.float32)
     average = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for n_first in range(low, high, BLOCK_N):
-        n = n_first + tl.arange(0, BLOCK_N)
-        n_long = n.to(tl.int64)
+        n = n_first + lanes
+        first_slot = n_first.to(tl.int64)
         k_mask = (n < high)[None, :] & (d < D)[:, None]
-        k = tl.load(key + n_long[None, :] * key_stride_s + d[:, None], mask=k_mask, other=0.0)
+        k = tl.load(key + first_slot * key_stride_s + k_at, mask=k_mask, other=0.0)
         logits = tl.dot(q, k, input_precision="ieee") * scale
         if HAS_SOFTCAP:
             # tanh(x) = 1 - 2 / (exp(2 x) + 1), which has the right limits where the exponential overflows.
@@ -115,7 +119,7 @@ def ragged_attention_kernel(
         decay = tl.exp2(highest - base)
         total = total * decay + tl.sum(weights, axis=1)
         v_mask = (n < high)[:, None] & (d < D)[None, :]
-        v = tl.load(value + n_long[:, None] * value_stride_s + d[None, :], mask=v_mask, other=0.0)
+        v = tl.load(value + first_slot * value_stride_s + v_at, mask=v_mask, other=0.0)
         average = average * decay[:, None]
         average = tl.dot(weights.to(v.dtype), v, average, input_precision="ieee")
         highest = new

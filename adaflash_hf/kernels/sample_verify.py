@@ -54,7 +54,7 @@ def sample_verify(
     check_packed(scores, tokens, offsets)
     if min(temperature, draft_temperature) <= 0:
         raise AdaFlashValueError(
-            f"temperatures are {temperature} and {draft_temperature}: they must be positive; use `greedy_verify` for 0."
+            f"Temperatures are {temperature} and {draft_temperature}: they must be positive; `greedy_verify` is for 0."
         )
     if draft_scores is not None:
         check_rows_contiguous("draft_scores", draft_scores)

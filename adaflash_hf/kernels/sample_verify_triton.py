@@ -15,6 +15,8 @@ from .sample_verify import packed_draft_rows
 
 BLOCK_V = 4096
 BLOCK_RACE = 1024  # counters, each for four tokens
+# Products and sums rounded one by one, as in the twin, so that the two differ as little as can be.
+EXACT = {"enable_fp_fusion": False}
 BLOCK_K = 16
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 _NO_INDEX = tl.constexpr(2147483647)
@@ -271,7 +273,7 @@ def sample_verify_triton(
         "BLOCK_S": triton.next_power_of_2(sums.shape[1]),
         "DRAFT_BLOCK_S": triton.next_power_of_2(draft_sums.shape[1]),
     }
-    accept_sampled_kernel[(rows,)](*inputs, *strides, *common, BLOCK_K=BLOCK_K, num_warps=1, **options)
+    accept_sampled_kernel[(rows,)](*inputs, *strides, *common, BLOCK_K=BLOCK_K, num_warps=1, **options, **EXACT)
     race_kernel[(rows, parts)](
         *inputs,
         best_values,
@@ -284,6 +286,7 @@ def sample_verify_triton(
         BLOCK=BLOCK_RACE,
         num_warps=8,
         **options,
+        **EXACT,
     )
     winner_kernel[(rows,)](best_values, best_ids, bonus, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1)
     return accepted, bonus
@@ -303,5 +306,6 @@ def _normalisers(scores: torch.Tensor, temperature: float) -> torch.Tensor:
         float(temperature),
         BLOCK=BLOCK_V,
         num_warps=8,
+        **EXACT,
     )
     return sums

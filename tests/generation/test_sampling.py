@@ -102,13 +102,14 @@ def test_draft_vocabulary_and_slow_path():
 
 def test_a_wrong_q_is_noticed(monkeypatch):
     """The test can fail: claiming that drafts came from a uniform distribution biases the output."""
-    pick = DiffusionCandidateGenerator._pick
+    draft = DiffusionCandidateGenerator.draft
 
-    def lie(self, logits):
-        tokens, probabilities = pick(self, logits)
-        return tokens, torch.full_like(probabilities, 1 / VOCAB)
+    def lie(self, *args, **kwargs):
+        made = draft(self, *args, **kwargs)
+        made.scores = torch.zeros_like(made.scores)
+        return made
 
-    monkeypatch.setattr(DiffusionCandidateGenerator, "_pick", lie)
+    monkeypatch.setattr(DiffusionCandidateGenerator, "draft", lie)
     target, drafter = make_target(**SETTINGS), make_drafter(**SETTINGS)
     assert p_value(sample_counts(target, drafter, {}), exact_joint(target, LogitsProcessorList())) < 1e-6
 
@@ -127,7 +128,7 @@ def test_a_length_that_saw_its_token_is_noticed(monkeypatch):
             rows += range(start, start + kept)
             counts.append(kept)
             start += count
-        return type(made)(counts, torch.cat(tokens), made.probabilities[rows])
+        return type(made)(counts, torch.cat(tokens), made.scores[rows], made.temperature)
 
     monkeypatch.setattr(DiffusionCandidateGenerator, "draft", anticipate)
     target, drafter = make_target(**SETTINGS), make_drafter(**SETTINGS)
