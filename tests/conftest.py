@@ -17,7 +17,9 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--kernels", choices=["triton", "torch"], help="run with this implementation of the kernels, see kernels/dispatch"
+        "--kernels",
+        choices=["triton", "torch"],
+        help="run with this implementation of the kernels",
     )
 
 

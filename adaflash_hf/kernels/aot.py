@@ -29,6 +29,9 @@ TARGETS = {
 }
 ROWS, WIDTH, VOCAB_SIZE = 64, 16, 151_936
 CONTEXT, HEADS, KV_HEADS, HEAD_DIM = 4096, 32, 8, 128
+PLAIN = {"CAUSAL": True, "HAS_WINDOW": False, "HAS_SOFTCAP": False, "HAS_SINKS": False}
+BLOCK = {**PLAIN, "CAUSAL": False}
+ALL_OPTIONS = dict.fromkeys(PLAIN, True)
 _TRITON_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -52,75 +55,73 @@ class Usage:
     shared: int
 
 
+def attention_variant(name: str, dtype: torch.dtype, flags: dict[str, bool], head_dim: int = HEAD_DIM) -> Variant:
+    """The attention kernel with some of its options."""
+    x, f, i = "*" + _TRITON_NAMES[dtype], "*fp32", "*i64"
+    types = {"query": x, "key": x, "value": x, "output": x, "sums": f, "offsets": i, "positions": i, "block_ends": i}
+    types |= {"sinks": x, "scale": "fp32", "softcap": "fp32"}
+    blocks = attention.block_sizes(dtype, HEADS // KV_HEADS, WIDTH, head_dim)
+    constants = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_D"), blocks, strict=True))
+    constants |= {"GROUPS": HEADS // KV_HEADS, "D": head_dim, **flags}
+    options = {"num_warps": attention.NUM_WARPS, "num_stages": attention.NUM_STAGES, "enable_fp_fusion": True}
+    return Variant(name, attention.ragged_attention_kernel, types, constants, options)
+
+
 def variants(dtype: torch.dtype) -> list[Variant]:
-    """Every kernel for scores, queries and keys of one dtype, in the variants that use the most registers."""
-    x = "*" + _TRITON_NAMES[dtype]
-    f, i, j = "*fp32", "*i64", "*i32"
+    """Every kernel for scores, queries and keys of one dtype, with what the launchers choose."""
+    x, f, i, j = "*" + _TRITON_NAMES[dtype], "*fp32", "*i64", "*i32"
+    best = {"best_values": f, "best_ids": j}
+    heat = {"temperature": "fp32", "draft_temperature": "fp32"}
     sampled = {"scores": x, "sums": f, "draft_scores": x, "draft_sums": f, "draft_columns": j, "tokens": i}
-    sampled |= {"offsets": i, "draft_rows": i, "accepted": i, "best_values": f, "best_ids": j}
-    sampled |= {"temperature": "fp32", "draft_temperature": "fp32"}
+    sampled |= {"offsets": i, "draft_rows": i, "accepted": i, **best, **heat}
     flags = {"HAS_DRAFT_SCORES": True, "HAS_COLUMNS": True, "BLOCK_S": 1, "DRAFT_BLOCK_S": 1}
-    block_m, block_n, block_d = attention.block_sizes(dtype, HEADS // KV_HEADS, WIDTH, HEAD_DIM)
-    packed = {"query": x, "key": x, "value": x, "output": x, "sums": f, "offsets": i, "positions": i, "block_ends": i}
-    packed |= {"sinks": x, "scale": "fp32", "softcap": "fp32"}
-    tile = {"GROUPS": HEADS // KV_HEADS, "D": HEAD_DIM, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d}
-    plain = {"CAUSAL": True, "HAS_WINDOW": False, "HAS_SOFTCAP": False, "HAS_SINKS": False, **tile}
-    block = {"CAUSAL": False, "HAS_WINDOW": False, "HAS_SOFTCAP": False, "HAS_SINKS": False, **tile}
-    everything = {"CAUSAL": True, "HAS_WINDOW": True, "HAS_SOFTCAP": True, "HAS_SINKS": True, **tile}
-    warps = {"num_warps": attention.NUM_WARPS, "num_stages": 2}
+    rows = {"tokens": i, "offsets": i, "accepted": i, "bonus": i}
+    one, eight = {"num_warps": 1}, {"num_warps": 8}
     return [
-        Variant(
-            "argmax",
-            greedy.argmax_kernel,
-            {"scores": x, "best_values": f, "best_ids": j},
-            {"BLOCK": greedy.BLOCK_V},
-            {"num_warps": 8},
-        ),
+        Variant("argmax", greedy.argmax_kernel, {"scores": x, **best}, {"BLOCK": greedy.BLOCK_V}, eight),
         Variant(
             "accept_argmax",
             greedy.accept_argmax_kernel,
-            {"best_values": f, "best_ids": j, "tokens": i, "offsets": i, "accepted": i, "bonus": i},
+            {**best, **rows},
             {"BLOCK_K": greedy.BLOCK_K, "BLOCK_S": 1},
-            {"num_warps": 1},
+            one,
         ),
         Variant(
             "logsumexp",
             sample.logsumexp_kernel,
             {"scores": x, "sums": f, "temperature": "fp32"},
             {"BLOCK": sample.BLOCK_V},
-            {"num_warps": 8},
+            {**eight, **sample.EXACT},
         ),
         Variant(
             "accept_sampled",
             sample.accept_sampled_kernel,
             sampled,
             {**flags, "BLOCK_K": sample.BLOCK_K},
-            {"num_warps": 1},
+            {**one, **sample.EXACT},
         ),
-        Variant("race", sample.race_kernel, sampled, {**flags, "BLOCK": sample.BLOCK_RACE}, {"num_warps": 8}),
         Variant(
-            "winner",
-            sample.winner_kernel,
-            {"best_values": f, "best_ids": j, "bonus": i},
-            {"BLOCK": 8},
-            {"num_warps": 1},
+            "race",
+            sample.race_kernel,
+            sampled,
+            {**flags, "BLOCK": sample.BLOCK_RACE},
+            {**eight, **sample.EXACT},
         ),
-        Variant("attention, causal", attention.ragged_attention_kernel, packed, plain, warps),
-        Variant("attention, block", attention.ragged_attention_kernel, packed, block, warps),
-        Variant("attention, all options", attention.ragged_attention_kernel, packed, everything, warps),
+        Variant("winner", sample.winner_kernel, {**best, "bonus": i}, {"BLOCK": 8}, one),
+        attention_variant("ragged_attention", dtype, PLAIN),
         Variant(
             "join_parts",
             attention.join_parts_kernel,
             {"parts": f, "sums": f, "output": x},
-            {"D": HEAD_DIM, "BLOCK_S": 16, "BLOCK_D": block_d},
-            {"num_warps": 1},
+            {"D": HEAD_DIM, "BLOCK_S": 16, "BLOCK_D": HEAD_DIM},
+            one,
         ),
         Variant(
             "survival_lengths",
             lengths.survival_lengths_kernel,
             {"survival": f, "costs": f, "room": i, "lengths": i},
             {"BLOCK_R": ROWS, "BLOCK_K": WIDTH},
-            {"num_warps": 8},
+            eight,
         ),
     ]
 

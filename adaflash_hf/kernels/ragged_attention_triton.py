@@ -10,10 +10,7 @@ from .dispatch import multiprocessors
 from .ragged_attention import RaggedQueries, reach
 
 
-# Few rows in a tile of keys for float32, whose exact products run outside the tensor cores and need more registers.
-BLOCK_N = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 32}
-MOST_M = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 32}
-NUM_WARPS = 4
+NUM_WARPS, NUM_STAGES = 4, 2
 
 
 @triton.jit
@@ -156,9 +153,11 @@ def join_parts_kernel(
 
 
 def block_sizes(dtype: torch.dtype, groups: int, width: int, head_dim: int) -> tuple[int, int, int]:
-    """BLOCK_M, BLOCK_N and BLOCK_D for the queries of a row, `groups` heads each."""
-    wanted = min(MOST_M[dtype], triton.next_power_of_2(groups * width))
-    return max(16, wanted, triton.next_power_of_2(groups)), BLOCK_N[dtype], max(16, triton.next_power_of_2(head_dim))
+    """BLOCK_M, BLOCK_N and BLOCK_D for the queries of a row, `groups` heads each: the largest that don't spill
+    registers. Exact float32 products run outside the tensor cores and need more of them."""
+    block_n = 16 if dtype == torch.float32 else 64 if head_dim <= 128 else 32
+    block_m = min(block_n, triton.next_power_of_2(groups * width))
+    return max(16, block_m, triton.next_power_of_2(groups)), block_n, max(16, triton.next_power_of_2(head_dim))
 
 
 def ragged_attention_triton(
@@ -221,7 +220,8 @@ def ragged_attention_triton(
         BLOCK_N=block_n,
         BLOCK_D=block_d,
         num_warps=NUM_WARPS,
-        num_stages=2,
+        num_stages=NUM_STAGES,
+        enable_fp_fusion=True,
     )
     if splits > 1:
         join_parts_kernel[(num_queries * heads,)](
