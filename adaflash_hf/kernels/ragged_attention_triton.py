@@ -97,7 +97,7 @@ def ragged_attention_kernel(
     average = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for n_first in range(low, high, BLOCK_N):
         n = n_first + lanes
-        first_slot = n_first.to(tl.int64)
+        first_slot = tl.cast(n_first, tl.int64)
         k_mask = (n < high)[None, :] & (d < D)[:, None]
         k = tl.load(key + first_slot * key_stride_s + k_at, mask=k_mask, other=0.0)
         logits = tl.dot(q, k, input_precision="ieee") * scale

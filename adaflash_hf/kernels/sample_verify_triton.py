@@ -48,7 +48,7 @@ def logsumexp_kernel(
         highest = tl.maximum(highest, x)
     top = tl.max(highest, axis=0)
     total = tl.sum(total * tl.exp(highest - top), axis=0)
-    value = tl.where(total > 0, top + tl.log(total), float("-inf"))
+    value = tl.where(total > 0, top + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
     tl.store(sums + token * tl.num_programs(1) + split, tl.where(total != total, float("nan"), value))
 
 
@@ -60,7 +60,7 @@ def _normaliser(sums, positions, exists, splits, BLOCK_S: tl.constexpr):
     x = tl.load(sums + positions[:, None] * splits + parts[None, :], mask=mask, other=float("-inf"))
     top = tl.maximum(tl.max(tl.where(x != x, _LOWEST, x), axis=1), _LOWEST)
     total = tl.sum(tl.exp(x - top[:, None]), axis=1)
-    value = tl.where(total > 0, top + tl.log(total), float("-inf"))
+    value = tl.where(total > 0, top + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
     value = tl.where(total != total, float("nan"), value)
     return tl.where(exists, value, 0.0)
 
