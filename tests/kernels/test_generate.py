@@ -25,9 +25,8 @@ def test_greedy_batch_equals_plain(device, oracle, name, head):
     assert max(max(lengths, default=0) for lengths in statistics[0].accepted_lengths) > 1
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_k": 0}, {"top_k": 5}], ids=str)
-@pytest.mark.parametrize("draft_vocab_size", [None, 20])
-def test_sampling_equals_the_twins(device, options, draft_vocab_size):
+@pytest.mark.parametrize("draft_vocab_size, options", [(None, {"temperature": 0.7, "top_k": 0}), (20, {"top_k": 5})])
+def test_sampling_equals_the_twins(device, draft_vocab_size, options):
     """Same seed, same tokens, whichever implementation runs."""
     target, drafter = make_target().to(device), make_drafter(draft_vocab_size=draft_vocab_size).to(device)
     ids = torch.tensor([[2, 4, 3]] * 2, device=device)
@@ -35,7 +34,7 @@ def test_sampling_equals_the_twins(device, options, draft_vocab_size):
     for name in ("torch", "triton"):
         torch.manual_seed(3)
         with use_backend(name):
-            rows.append(target.generate(ids, do_sample=True, max_new_tokens=6, assistant_model=drafter, **options))
+            rows.append(target.generate(ids, do_sample=True, max_new_tokens=5, assistant_model=drafter, **options))
     assert torch.equal(*rows) and not torch.equal(rows[0][0], rows[0][1])
 
 

@@ -1,7 +1,7 @@
 """Ragged attention: the Triton kernel against its twin, which `tests/generation/test_attention.py` checks by hand.
 
 Tolerances are on outputs of size about 1: the softmax weights are rounded to the value's dtype in both, in another
-order of sums. Triton's interpreter multiplies the bits of bfloat16 as integers, so there bfloat16 is tested as float16.
+order of sums. Triton's interpreter multiplies the bits of bfloat16 as integers, so there float16 stands for bfloat16.
 """
 
 import pytest
