@@ -1,3 +1,5 @@
+import contextlib
+import os
 import sys
 from pathlib import Path
 
@@ -5,13 +7,34 @@ import pytest
 import torch
 
 
+# Triton reads this when its kernels are defined, so before anything imports them. With a GPU, they are compiled.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--kernels",
+        choices=["triton", "torch"],
+        help="run with this implementation of the kernels",
+    )
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _forced_kernels(request):
+    from adaflash_hf.kernels import use_backend
+
+    name = request.config.getoption("--kernels")
+    with use_backend(name) if name else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

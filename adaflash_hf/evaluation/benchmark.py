@@ -229,9 +229,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     with tqdm(total=total, desc="benchmark") as progress:
         for domain, concurrency, temperature in cells:
-            records = measure_cell(
-                target, tokenizer, drafter, arguments, domain, concurrency, temperature, progress
-            )
+            records = measure_cell(target, tokenizer, drafter, arguments, domain, concurrency, temperature, progress)
             results["records"] += records
     for record in results["records"]:
         if record["method"] in OURS:

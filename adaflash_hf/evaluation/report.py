@@ -98,7 +98,10 @@ def save_plots(results: dict, folder: Path) -> None:
         if any("tau" in record for record in results["records"] if record["method"] == method):
             (line,) = axes.plot(*curve(method, lambda r: r["tau"]), marker="o", label=f"{method}: accepted")
             axes.plot(
-                *curve(method, lambda r: r["verified_per_step"]), "--", color=line.get_color(), label=f"{method}: verified"
+                *curve(method, lambda r: r["verified_per_step"]),
+                "--",
+                color=line.get_color(),
+                label=f"{method}: verified",
             )
     axes.set(xlabel="rows", ylabel="tokens per row and step", xscale="log", title="Accepted and verified length")
     axes.legend()

@@ -1,23 +1,23 @@
 """Attention for packed tokens of several sequences over a `RaggedCache`.
 
-Linear layers run on packed tokens `[1, T]`; only here is the query block padded to `[rows, Q]`. Registered with
+Linear layers run on packed tokens `[1, T]`; only attention knows of rows (`kernels.ragged_attention`). Registered with
 transformers under a name without "flash", which would make transformers look for a flash-attention kernel.
 """
 
 import torch
 from torch.nn import functional as F
 
+from .. import kernels
 from ..errors import AdaFlashError
+from ..kernels import RaggedQueries
 
 
-class PackedBatch:
+class PackedBatch(RaggedQueries):
     """The tokens of one forward pass: which row and position each has.
 
     Args:
-        query_rows, query_positions: int64 `[T]`, tokens that attend; those of a row are consecutive.
+        query_rows, query_positions, num_rows, longest, counts, block_ends: as in `RaggedQueries`.
         key_rows, key_positions: int64 `[K]`, tokens whose keys are written; the queries themselves by default.
-        longest: slots to attend over, one more than the highest position of any row.
-        block_ends: int64 `[rows]`, last slot that a row's queries may see, where attention isn't causal.
         starts_at_zero: whether every row begins here (prefill), which needs no mask.
     """
 
@@ -33,54 +33,11 @@ class PackedBatch:
         block_ends: torch.Tensor | None = None,
         starts_at_zero: bool = False,
     ):
-        self.query_rows, self.query_positions = query_rows, query_positions
+        super().__init__(query_rows, query_positions, num_rows, longest, counts, block_ends)
         self.key_rows = query_rows if key_rows is None else key_rows
         self.key_positions = query_positions if key_positions is None else key_positions
-        self.num_rows, self.longest, self.counts = num_rows, longest, counts
-        self.block_ends = block_ends
-        self.width = max(counts)
-        self.rectangular = min(counts) == self.width and len(counts) == num_rows
         self.starts_at_zero = starts_at_zero
         self.used = False
-        self._masks: dict[tuple, torch.Tensor | None] = {}
-        if not self.rectangular:
-            starts = torch.tensor([0, *counts]).cumsum(0)[:-1].to(query_rows.device)
-            self.columns = torch.arange(len(query_rows), device=query_rows.device) - starts[query_rows]
-
-    def pad(self, packed: torch.Tensor) -> torch.Tensor:
-        """`[T, ...]` to `[rows, Q, ...]`."""
-        if self.rectangular:
-            return packed.reshape(self.num_rows, self.width, *packed.shape[1:])
-        padded = packed.new_zeros(self.num_rows, self.width, *packed.shape[1:])
-        padded[self.query_rows.to(packed.device), self.columns.to(packed.device)] = packed
-        return padded
-
-    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
-        """`[rows, Q, ...]` to `[T, ...]`."""
-        if self.rectangular:
-            return padded.flatten(0, 1)
-        return padded[self.query_rows.to(padded.device), self.columns.to(padded.device)]
-
-    def mask(self, causal: bool, window: int | None, groups: int) -> torch.Tensor | None:
-        """Bool `[rows, 1, groups * Q, longest]`, true where a query may look; `None` when it may look everywhere.
-        Made once per forward pass and kind of layer."""
-        key = (causal, window, groups)
-        if key not in self._masks:
-            self._masks[key] = self._make_mask(causal, window, groups)
-        return self._masks[key]
-
-    def _make_mask(self, causal: bool, window: int | None, groups: int) -> torch.Tensor | None:
-        if self.num_rows == 1 and window is None and (self.width == 1 or not causal):
-            return None
-        positions = self.pad(self.query_positions)
-        last = positions if causal else self.block_ends[:, None].expand_as(positions)
-        slots = torch.arange(self.longest, device=positions.device)
-        mask = slots <= last[..., None]
-        if window is not None:
-            # transformers counts the query's own position in a causal window, and not in a bidirectional one.
-            reach = window - 1 if causal else window
-            mask = mask & (slots >= positions[..., None] - reach)
-        return mask[:, None].repeat(1, 1, groups, 1)
 
     def attention(
         self,
@@ -107,22 +64,13 @@ class PackedBatch:
             `[1, T, heads, D]` and `None` for the weights.
         """
         self.used = True
-        heads, kv_heads = query.shape[1], key.shape[1]
-        groups = heads // kv_heads
-        plain = softcap is None and s_aux is None
-        if self.starts_at_zero and module.is_causal and sliding_window is None and plain:
+        if self.starts_at_zero and module.is_causal and sliding_window is None and softcap is None and s_aux is None:
             return self._prefill_attention(query, key, value, scaling), None
-        padded = self.pad(query[0].transpose(0, 1)).transpose(1, 2)
-        # Heads that share keys are stacked along the query axis, so that keys are never repeated in memory.
-        folded = padded.reshape(self.num_rows, kv_heads, groups * self.width, -1)
-        mask = self.mask(module.is_causal, sliding_window, groups)
-        mask = None if mask is None else mask.to(query.device)
-        if plain:
-            output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
-        else:
-            output = _capped_attention(folded, key, value, mask, scaling, softcap, s_aux, groups)
-        output = output.reshape(self.num_rows, heads, self.width, -1).transpose(1, 2)
-        return self.unpad(output)[None], None
+        packed = query[0].transpose(0, 1)
+        output = kernels.ragged_attention(
+            packed, key, value, self, module.is_causal, sliding_window, scaling, softcap, s_aux
+        )
+        return output[None], None
 
     def _prefill_attention(self, query, key, value, scaling) -> torch.Tensor:
         """Row by row and causal, so that a long prompt never needs a mask of its length squared."""
@@ -142,24 +90,6 @@ class PackedBatch:
             )
             start += count
         return torch.cat(outputs, dim=2).transpose(1, 2)
-
-
-def _capped_attention(query, key, value, mask, scaling, softcap, sinks, groups):
-    """Soft-capped logits (Gemma 2) and attention sinks (gpt-oss), which the fused kernel has no room for."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    logits = torch.matmul(query, key.transpose(-1, -2)).float() * scale
-    if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
-    if mask is not None:
-        logits = logits.masked_fill(~mask, float("-inf"))
-    if sinks is None:
-        weights = logits.softmax(dim=-1)
-    else:
-        width = query.shape[2] // groups
-        sink = sinks.float().reshape(1, key.shape[1], groups).repeat_interleave(width, dim=-1)[..., None]
-        sink = sink.expand(query.shape[0], -1, -1, -1)
-        weights = torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1]
-    return torch.matmul(weights.to(value.dtype), value)
 
 
 # Tensors that transformers' models hand through to the attention and that packed attention has or doesn't need.

@@ -1,7 +1,7 @@
 """Drafting: from committed tokens and the target's tapped features to candidates for verification.
 
-`DiffusionCandidateGenerator` drafts for all rows of a batch in one drafter forward, and, under the budget policy, looks
-continuations up in the rows' own text instead where that promises more. It is also a transformers
+`DiffusionCandidateGenerator` drafts for all rows of a batch in one drafter forward, and, under the budget policy,
+looks continuations up in the rows' own text instead where that promises more. It is also a transformers
 `CandidateGenerator`, so transformers' own assisted loop can drive it at batch size 1.
 """
 
@@ -12,14 +12,15 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from ..kernels import draft_columns_of
 from ..modeling_adaflash import AdaFlashDrafter
 from ..target import Target
 from .attention import PackedBatch
 from .budget import Budget
 from .cache import RaggedCache
 from .costs import CostModel
-from .lookup import NgramIndex
 from .logits_process import AdaptiveLengthLogitsProcessor, is_masked
+from .lookup import NgramIndex
 
 
 @dataclass
@@ -29,13 +30,18 @@ class Draft:
     Attributes:
         counts: drafted tokens per row.
         tokens: int64 `[sum(counts)]`, packed by row.
-        probabilities: float32 `[sum(counts), V]`, the distribution each token was drawn from; `None` when greedy.
+        scores: `[sum(counts), W]`: each token was drawn from q = softmax(scores / temperature); `None` when greedy,
+            and where no token was drawn but all looked up (q is then one-hot).
+        temperature: of q.
+        columns: int32 `[V]`, the column of `scores` for each token of the target, -1 for none; `None` where W = V.
         matches: per row, the match that a looked-up draft continues, `None` where the drafter proposed it.
     """
 
     counts: list[int]
     tokens: torch.Tensor
-    probabilities: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+    temperature: float = 1.0
+    columns: torch.Tensor | None = None
     matches: list[int | None] = field(default_factory=list)
 
     def __post_init__(self):
@@ -47,6 +53,14 @@ class Draft:
         if not self.counts[row]:
             return "none"
         return "drafter" if self.matches[row] is None else "lookup"
+
+    def probabilities(self, first: int = 0, last: int | None = None) -> torch.Tensor:
+        """q of the packed drafts `first` to `last` over the target's vocabulary, float32 `[n, V]`."""
+        q = (self.scores[first:last].float() / self.temperature).softmax(dim=-1)
+        if self.columns is None:
+            return q
+        columns = self.columns.to(q.device).long()
+        return torch.where(columns < 0, 0.0, q[:, columns.clamp(min=0)])
 
 
 class DiffusionCandidateGenerator(CandidateGenerator):
@@ -93,6 +107,7 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         self._texts: list[NgramIndex] = []
         self.draft_processors = LogitsProcessorList(draft_processors or [])
         self.token_ids = drafter.draft_token_ids if config.draft_vocab_size is not None else None
+        self._columns = None if self.token_ids is None else draft_columns_of(self.token_ids, config.vocab_size)
         self._logits = target.head_rows(self.token_ids)
         self._cache = RaggedCache()
         self._pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -155,8 +170,10 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         logits = self._kept_logits(hidden, lengths)
         if self.draft_processors:
             return self._draft_processed(logits, lengths.tolist(), prefixes)
-        tokens, probabilities = self._pick(logits)
-        return Draft(lengths.tolist(), tokens.to(anchors.device), probabilities)
+        tokens = self._pick(logits).to(anchors.device)
+        if not self.do_sample:
+            return Draft(lengths.tolist(), tokens)
+        return Draft(lengths.tolist(), tokens, logits, self.temperature, self._columns)
 
     def _draft_within_budget(self, anchors, positions, room) -> Draft:
         """Routes each row to lookup, drafter or nothing, then divides the step's budget over all of them."""
@@ -183,30 +200,32 @@ class DiffusionCandidateGenerator(CandidateGenerator):
                 verified = lengths[row] if row in drafting else 0
                 budget.drafter.add_expected(expected[row, : budget.drafted], verified)
         matches = [None if lookup is None or row in drafting else lookup.match for row, lookup in enumerate(lookups)]
-        if not sum(lengths):
-            return Draft(lengths, anchors[:0], self._no_probabilities(anchors.device), matches)
         looked_up = [t for row, n in enumerate(lengths) if n and row not in drafting for t in lookups[row].tokens[:n]]
+        looked_up = torch.tensor(looked_up, dtype=torch.long, device=anchors.device)
+        if not sum(lengths[row] for row in drafting):
+            return Draft(lengths, looked_up, matches=matches)
         owners = torch.tensor([row in drafting for row in range(rows)]).repeat_interleave(torch.tensor(lengths))
         owners = owners.to(anchors.device)
+        kept = torch.tensor([lengths[row] if row in drafting else 0 for row in served])
+        logits = self._kept_logits(hidden, kept.to(hidden.device))
         tokens = anchors.new_empty(len(owners))
-        tokens[~owners] = torch.tensor(looked_up, dtype=torch.long, device=anchors.device)
-        probabilities = None
-        if drafting:
-            kept = torch.zeros(len(served), dtype=torch.long)
-            for place, row in enumerate(served):
-                kept[place] = lengths[row] if row in drafting else 0
-            picked, drawn_from = self._pick(self._kept_logits(hidden, kept.to(hidden.device)))
-            tokens[owners] = picked.to(anchors.device)
-        if self.do_sample:
-            # A looked-up token was certain to be proposed.
-            probabilities = torch.zeros(len(owners), self.config.vocab_size, device=anchors.device)
-            probabilities.scatter_(1, tokens[:, None], 1.0)
-            if drafting:
-                probabilities[owners] = drawn_from.to(anchors.device)
-        return Draft(lengths, tokens, probabilities, matches)
+        tokens[owners], tokens[~owners] = self._pick(logits).to(anchors.device), looked_up
+        if not self.do_sample:
+            return Draft(lengths, tokens, matches=matches)
+        if not len(looked_up):
+            return Draft(lengths, tokens, logits, self.temperature, self._columns, matches)
+        # Over the whole vocabulary: a looked-up token was certain to be proposed, and the drafter may not know it.
+        scores = torch.full((len(owners), self.config.vocab_size), float("-inf"), device=anchors.device)
+        scores.scatter_(1, tokens[:, None], 0.0)
+        scores[owners] = self._whole(logits).to(anchors.device)
+        return Draft(lengths, tokens, scores, self.temperature, matches=matches)
 
-    def _no_probabilities(self, device) -> torch.Tensor | None:
-        return torch.zeros(0, self.config.vocab_size, device=device) if self.do_sample else None
+    def _whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """Draft logits `[n, W]` over the target's vocabulary, float32 `[n, V]`."""
+        if self.token_ids is None:
+            return logits.float()
+        whole = logits.new_full((len(logits), self.config.vocab_size), float("-inf"), dtype=torch.float32)
+        return whole.index_copy_(1, self.token_ids.to(logits.device), logits.float())
 
     def _kept_logits(self, hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Draft logits `[sum(lengths), v]` of the first `lengths` `[n]` drafted slots of blocks `[n, B, d]`."""
@@ -250,35 +269,32 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         )
         return output.last_hidden_state.reshape(len(served), size, -1)
 
-    def _pick(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens `[n]` and, when sampling, their distribution over the target's vocabulary `[n, V]`."""
-        if not self.do_sample:
-            choice = logits.argmax(dim=-1)
-            return (choice if self.token_ids is None else self.token_ids.to(choice.device)[choice]), None
-        probabilities = (logits.float() / self.temperature).softmax(dim=-1)
-        if self.token_ids is not None:
-            whole = probabilities.new_zeros(len(logits), self.config.vocab_size)
-            probabilities = whole.index_copy_(1, self.token_ids.to(logits.device), probabilities)
+    def _pick(self, logits: torch.Tensor) -> torch.Tensor:
+        """Tokens `[n]`: the argmax of the draft's logits `[n, W]`, or drawn at the draft's temperature."""
         if not len(logits):
-            return logits.new_zeros(0, dtype=torch.long), probabilities
-        return torch.multinomial(probabilities, 1).squeeze(-1), probabilities
+            return torch.zeros(0, dtype=torch.long, device=logits.device)
+        if self.do_sample:
+            choice = torch.multinomial((logits.float() / self.temperature).softmax(dim=-1), 1).squeeze(-1)
+        else:
+            choice = logits.argmax(dim=-1)
+        return choice if self.token_ids is None else self.token_ids.to(choice.device)[choice]
 
     def _draft_processed(self, logits: torch.Tensor, lengths: list[int], prefixes) -> Draft:
         """Position by position through the user's draft-side processors, over the whole vocabulary."""
-        whole = logits.new_full((len(logits), self.config.vocab_size), float("-inf"), dtype=torch.float32)
-        columns = slice(None) if self.token_ids is None else self.token_ids.to(logits.device)
-        whole[:, columns] = logits.float() / (self.temperature if self.do_sample else 1.0)
-        tokens, probabilities, counts, start = [], [], [], 0
+        whole = self._whole(logits) / (self.temperature if self.do_sample else 1.0)
+        tokens, kept_scores, counts, start = [], [], [], 0
         for length, prefix in zip(lengths, prefixes, strict=True):
             count = 0
             for scores in whole[start : start + length]:
                 scores = self.draft_processors(prefix, scores[None])
                 if is_masked(scores, self.config.mask_token_id)[0]:
                     break
-                q = scores.softmax(dim=-1)
-                token = torch.multinomial(q, 1) if self.do_sample else scores.argmax(dim=-1, keepdim=True)
+                if self.do_sample:
+                    token = torch.multinomial(scores.softmax(dim=-1), 1)
+                else:
+                    token = scores.argmax(dim=-1, keepdim=True)
                 tokens.append(token[0])
-                probabilities.append(q)
+                kept_scores.append(scores)
                 prefix = torch.cat([prefix, token.to(prefix)], dim=1)
                 count += 1
             counts.append(count)
@@ -286,7 +302,7 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         packed = torch.cat(tokens) if tokens else logits.new_zeros(0, dtype=torch.long)
         if not self.do_sample:
             return Draft(counts, packed)
-        return Draft(counts, packed, torch.cat(probabilities) if probabilities else whole[:0])
+        return Draft(counts, packed, torch.cat(kept_scores) if kept_scores else whole[:0])
 
     def get_candidates(
         self, input_ids, model_kwargs=None, model_outputs=None, is_first_iteration=False, n_last_matches=0, **kwargs
@@ -303,9 +319,9 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         room = torch.full_like(position, self.config.num_drafted_tokens)
         draft = self.draft(input_ids[:, -1], position, room, prefixes=[input_ids])
         ids = torch.cat([input_ids, draft.tokens[None]], dim=1)
-        if draft.probabilities is None:
+        if draft.scores is None:
             return ids, None
-        return ids, draft.probabilities.log()[None]
+        return ids, draft.probabilities().log()[None]
 
     def update_candidate_strategy(self, input_ids, scores, num_matches):
         """Nothing to learn within a call: lengths come from the length head."""

@@ -6,6 +6,7 @@ of `generate` the costs are fixed, so that the same seed gives the same choices.
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -56,7 +57,11 @@ class CostModel:
         """Seconds of a drafter pass over `rows` blocks that also reads `context` committed tokens, one per row being
         the usual."""
         late = max(0, context - 2 * rows)
-        return float(_between(np.array([rows]), self.rows, self.draft)[0]) + late * self.catch_up + slots * self.slot_draft
+        return (
+            float(_between(np.array([rows]), self.rows, self.draft)[0])
+            + late * self.catch_up
+            + slots * self.slot_draft
+        )
 
 
 def _between(sizes: np.ndarray, measured: list[int], seconds: list[float]) -> np.ndarray:
@@ -81,7 +86,9 @@ def measure(verify: Callable[[list[int], int], None], draft: Callable[[int, int,
     rows, drafts = _rising(ROWS, lambda n: draft(n, 2, SHORT), start + 0.75 * SECONDS)
     costs = CostModel(tokens, seconds, rows, drafts)
     slots = 4 * (LONG - SHORT)
-    costs.slot_verify = max(0.0, _timed(lambda: verify([1] * 4, LONG)) - _timed(lambda: verify([1] * 4, SHORT))) / slots
+    costs.slot_verify = (
+        max(0.0, _timed(lambda: verify([1] * 4, LONG)) - _timed(lambda: verify([1] * 4, SHORT))) / slots
+    )
     costs.slot_draft = max(0.0, _timed(lambda: draft(4, 2, LONG)) - _timed(lambda: draft(4, 2, SHORT))) / slots
     costs.catch_up = max(0.0, _timed(lambda: draft(1, LONG // 2, SHORT)) - drafts[0]) / (LONG // 2)
     return costs
@@ -106,7 +113,7 @@ def _rising(sizes: tuple[int, ...], run: Callable[[int], None], until: float) ->
         if len(done) >= 2 and time.perf_counter() + 2 * seconds[-1] > until:
             break
         done.append(size)
-        seconds.append(_timed(lambda: run(size), until))
+        seconds.append(_timed(functools.partial(run, size), until))
     return done, np.maximum.accumulate(seconds).tolist()
 
 

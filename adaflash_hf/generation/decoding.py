@@ -1,8 +1,8 @@
 """The decoding loop: draft a block per row, choose lengths, verify in one packed pass, commit what is accepted.
 
-One loop serves every batch size, and a queue of more rows than are live at a time. Rows are left-padded on entry and on return only; inside, slot j of a row is its
-position j. A row that has finished leaves the batch, and is padded where plain `generate` without an end token would
-go on. Stopping criteria see one row at a time, and no scores.
+One loop serves every batch size, and a queue of more rows than are live at a time. Rows are left-padded on entry and
+on return only; inside, slot j of a row is its position j. A row that has finished leaves the batch, and is padded
+where plain `generate` without an end token would go on. Stopping criteria see one row at a time, and no scores.
 
 Each turn of the loop is one target pass: prompts of rows that are let in, or anchors and drafts of all live rows.
 """
@@ -116,7 +116,7 @@ def assisted_decoding(
         tokens = interleave(rows.anchors()[places[0] :], draft)
         indices = [rows.live[place] for place in places]
         accepted, bonus, scores = choice(
-            logits, tokens, counts, draft.probabilities, lambda i, first=places[0]: rows.prefix(first + i), indices
+            logits, tokens, counts, draft, lambda i, first=places[0]: rows.prefix(first + i), indices
         )
         # The clock stops here: on a GPU the pass is only known to be over once its result has been read.
         seconds = time.perf_counter() - clock

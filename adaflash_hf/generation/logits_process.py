@@ -26,8 +26,8 @@ class AdaptiveLengthLogitsProcessor(LogitsProcessor):
     Raises:
         AdaFlashValueError: when the policy is `head` and there is no head.
 
-    Without costs to weigh (transformers' own loop), the `budget` policy chooses as `head` does, or as `fixed` does where
-    there is no head.
+    Without costs to weigh (transformers' own loop), the `budget` policy chooses as `head` does, or as `fixed` does
+    where there is no head.
     """
 
     def __init__(

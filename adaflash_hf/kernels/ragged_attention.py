@@ -1,0 +1,165 @@
+"""Attention of packed queries over a ragged cache: slot j of a row holds that row's position j.
+
+Used for verification (causal: a query sees its row's slots up to its own position) and for the drafter's block
+(bidirectional: a query sees its row's slots up to the end of the block). T = packed queries, H = query heads, Hkv =
+key heads, D = head size, S = slots.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from ..errors import AdaFlashValueError
+from .dispatch import takes_triton
+from .greedy_verify import check_rows_contiguous
+
+
+class RaggedQueries:
+    """The queries of one forward pass: which row and position each has. Made once, used by every layer.
+
+    Args:
+        query_rows, query_positions: int64 `[T]`; the queries of a row are consecutive, rows in order, and so are the
+            positions within a row.
+        num_rows: rows of the cache; each has at least one query.
+        longest: slots to attend over, one more than the highest position of any row.
+        counts: queries per row.
+        block_ends: int64 `[rows]`, last slot that a row's queries may see, where attention isn't causal.
+    """
+
+    def __init__(
+        self,
+        query_rows: torch.Tensor,
+        query_positions: torch.Tensor,
+        num_rows: int,
+        longest: int,
+        counts: list[int],
+        block_ends: torch.Tensor | None = None,
+    ):
+        self.query_rows, self.query_positions = query_rows, query_positions
+        self.num_rows, self.longest, self.counts = num_rows, longest, counts
+        self.block_ends = block_ends
+        self.width = max(counts)
+        self.rectangular = min(counts) == self.width and len(counts) == num_rows
+        self.offsets = torch.tensor([0, *counts]).cumsum(0).to(query_rows.device)
+        self._masks: dict[tuple, torch.Tensor | None] = {}
+        if not self.rectangular:
+            self.columns = torch.arange(len(query_rows), device=query_rows.device) - self.offsets[query_rows]
+
+    def pad(self, packed: torch.Tensor) -> torch.Tensor:
+        """`[T, ...]` to `[rows, Q, ...]`."""
+        if self.rectangular:
+            return packed.reshape(self.num_rows, self.width, *packed.shape[1:])
+        padded = packed.new_zeros(self.num_rows, self.width, *packed.shape[1:])
+        padded[self.query_rows.to(packed.device), self.columns.to(packed.device)] = packed
+        return padded
+
+    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
+        """`[rows, Q, ...]` to `[T, ...]`."""
+        if self.rectangular:
+            return padded.flatten(0, 1)
+        return padded[self.query_rows.to(padded.device), self.columns.to(padded.device)]
+
+    def mask(self, causal: bool, window: int | None, groups: int) -> torch.Tensor | None:
+        """Bool `[rows, 1, groups * Q, longest]`, true where a query may look; `None` when it may look everywhere.
+        Made once per forward pass and kind of layer."""
+        key = (causal, window, groups)
+        if key not in self._masks:
+            self._masks[key] = self._make_mask(causal, window, groups)
+        return self._masks[key]
+
+    def _make_mask(self, causal: bool, window: int | None, groups: int) -> torch.Tensor | None:
+        if self.num_rows == 1 and window is None and (self.width == 1 or not causal):
+            return None
+        positions = self.pad(self.query_positions)
+        last = positions if causal else self.block_ends[:, None].expand_as(positions)
+        slots = torch.arange(self.longest, device=positions.device)
+        mask = slots <= last[..., None]
+        if window is not None:
+            mask = mask & (slots >= positions[..., None] - reach(causal, window))
+        return mask[:, None].repeat(1, 1, groups, 1)
+
+
+def reach(causal: bool, window: int) -> int:
+    """Slots before its own that a query sees: transformers counts the query's own position in a causal window, and
+    not in a bidirectional one."""
+    return window - 1 if causal else window
+
+
+def ragged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    queries: RaggedQueries,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Softmax attention of each packed query over the slots of its own row.
+
+    Args:
+        query: `[T, H, D]`, float16, bfloat16 or float32.
+        key, value: `[rows, Hkv, S, D]` with S at least `queries.longest`; H is a multiple of Hkv. They and `query`
+            may be strided, except along D.
+        causal: a query sees slots up to its own position; else up to its row's `block_ends`.
+        window: also only the last `window` slots, own position included if causal.
+        scale: of the logits; D ** -0.5 if left out.
+        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2).
+        sinks: `[H]`, a logit per head that takes part in the softmax without a value (gpt-oss).
+
+    Returns:
+        `[T, H, D]`.
+
+    Raises:
+        AdaFlashValueError: for shapes that don't fit together, or tensors strided along D.
+    """
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if heads % kv_heads or key.shape != value.shape or key.shape[2] < queries.longest:
+        raise AdaFlashValueError(
+            f"`query` is {list(query.shape)}, `key` {list(key.shape)} and `value` {list(value.shape)} for "
+            f"{queries.longest} slots: pass [T, H, D] and [rows, Hkv, S, D] with H a multiple of Hkv."
+        )
+    if not causal and queries.block_ends is None:
+        raise AdaFlashValueError("`causal` is false and `queries` has no `block_ends`: give each row's last slot.")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if takes_triton(query):
+        from .ragged_attention_triton import ragged_attention_triton
+
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            check_rows_contiguous(name, tensor)
+        return ragged_attention_triton(query, key, value, queries, causal, window, scale, softcap, sinks)
+    return ragged_attention_torch(query, key, value, queries, causal, window, scale, softcap, sinks)
+
+
+def ragged_attention_torch(query, key, value, queries, causal, window, scale, softcap, sinks) -> torch.Tensor:
+    """The PyTorch twin of `ragged_attention`: the query block padded to `[rows, Q]` and masked."""
+    heads, kv_heads = query.shape[1], key.shape[1]
+    groups, rows, width = heads // kv_heads, queries.num_rows, queries.width
+    key, value = key[:rows, :, : queries.longest], value[:rows, :, : queries.longest]
+    padded = queries.pad(query).transpose(1, 2)
+    # Heads that share keys are stacked along the query axis, so that keys are never repeated in memory.
+    folded = padded.reshape(rows, kv_heads, groups * width, -1)
+    mask = queries.mask(causal, window, groups)
+    mask = None if mask is None else mask.to(query.device)
+    if softcap is None and sinks is None:
+        output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
+    else:
+        output = _capped_attention(folded, key, value, mask, scale, softcap, sinks, groups)
+    return queries.unpad(output.reshape(rows, heads, width, -1).transpose(1, 2))
+
+
+def _capped_attention(query, key, value, mask, scale, softcap, sinks, groups):
+    """Soft-capped logits and attention sinks, which torch's fused attention has no room for."""
+    logits = torch.matmul(query, key.transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    if mask is not None:
+        logits = logits.masked_fill(~mask, float("-inf"))
+    if sinks is None:
+        weights = logits.softmax(dim=-1)
+    else:
+        width = query.shape[2] // groups
+        sink = sinks.float().reshape(1, key.shape[1], groups).repeat_interleave(width, dim=-1)[..., None]
+        sink = sink.expand(query.shape[0], -1, -1, -1)
+        weights = torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1]
+    return torch.matmul(weights.to(value.dtype), value)

@@ -1,0 +1,76 @@
+"""How many drafted tokens of each row to verify, so that expected committed tokens per second are highest.
+
+Committing costs c(T), the time of one forward pass over T packed tokens, where T counts every row's anchor and the
+drafted tokens put up for verification. A drafted position is committed with its survival, the probability that it and
+all before it are accepted; every row also commits one token for certain. So positions are taken in order of survival
+over all rows, and of all prefixes of that order the one with the highest (rows + sum of survivals) / c(T) is chosen.
+Survival falls along a row, so what is taken of a row is a prefix of its draft.
+"""
+
+import torch
+
+from ..errors import AdaFlashValueError
+from .dispatch import takes_triton
+
+
+# Positions that one program of the Triton kernel sorts; more go to the twin, which doesn't wait for the host either.
+MOST_POSITIONS = 4096
+
+
+def survival_lengths(survival: torch.Tensor, costs: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+    """Drafted tokens to verify per row, on the device of `survival` and without waiting for the host.
+
+    Args:
+        survival: float32 `[rows, K]`, each row non-increasing, from 0 to 1 (`AdaptiveLengthHead.survival`). NaN and
+            negative entries are never taken.
+        costs: float32 or float64 `[most + 1]`, positive: `costs[T]` is the time of a forward pass over T tokens, in
+            any unit. `costs[0]` isn't read. No more than `most` tokens are put up, anchors included.
+        room: int64 `[rows]`, most drafted tokens that a row can use; K if left out.
+
+    Returns:
+        int64 `[rows]`. Between equal rates the fewest tokens; between equal survivals the shallower position, then the
+        lower row.
+
+    Raises:
+        AdaFlashValueError: for shapes that don't fit together, or a table shorter than the anchors alone.
+    """
+    if survival.ndim != 2 or costs.ndim != 1 or len(costs) <= len(survival):
+        raise AdaFlashValueError(
+            f"`survival` is {list(survival.shape)} and `costs` {list(costs.shape)}: pass [rows, K] and a table that "
+            "reaches at least the number of rows."
+        )
+    if room is None:
+        room = torch.full_like(survival[:, 0], survival.shape[1], dtype=torch.long) if survival.shape[1] else None
+    if not survival.numel():
+        return torch.zeros(len(survival), dtype=torch.long, device=survival.device)
+    survival = survival.float()
+    if takes_triton(survival) and _padded_size(survival) <= MOST_POSITIONS:
+        from .survival_lengths_triton import survival_lengths_triton
+
+        return survival_lengths_triton(survival, costs, room)
+    return survival_lengths_torch(survival, costs, room)
+
+
+def survival_lengths_torch(survival: torch.Tensor, costs: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """The PyTorch twin of `survival_lengths`."""
+    rows, positions = survival.shape
+    steps = torch.arange(positions, device=survival.device)
+    usable = (survival >= 0) & (steps < room[:, None])
+    # Position-major, so that a stable sort takes the shallower of equal survivals first.
+    values = torch.where(usable, survival, -1.0).t().flatten()
+    values, order = values.sort(descending=True, stable=True)
+    taken = torch.arange(1, len(values) + 1, device=values.device)
+    # float64, so that the order of the sum hardly ever decides.
+    rates = (rows + values.double().cumsum(0)) / costs[(rows + taken).clamp(max=len(costs) - 1)].double()
+    rates = torch.where((values >= 0) & (rows + taken < len(costs)), rates, -1.0)
+    rates = torch.cat([rows / costs[rows : rows + 1].double(), rates])
+    best = rates.argmax()
+    return torch.zeros(rows, dtype=torch.long, device=survival.device).index_add_(
+        0, order % rows, (taken <= best).long()
+    )
+
+
+def _padded_size(survival: torch.Tensor) -> int:
+    """Positions with both sides rounded up to powers of two."""
+    rows, positions = survival.shape
+    return (1 << (rows - 1).bit_length()) * (1 << (positions - 1).bit_length())
