@@ -41,19 +41,16 @@ class RunningAcceptance:
         self.accepted *= FORGET
         self.tried *= FORGET
 
-    def add(self, classes: np.ndarray, accepted: int) -> None:
-        """One row's outcome: proposals of these `classes`, in order, of which the first `accepted` were accepted."""
-        np.add.at(self.accepted, classes[:accepted], 1.0)
-        np.add.at(self.tried, classes[: accepted + 1], 1.0)
-
-    def add_expected(self, survival: np.ndarray, first: int) -> None:
-        """Proposals that a length head judged but nobody verified: classes `first` and on, with the probabilities
-        `survival` `[classes]` that each and all before it would have been accepted."""
-        before = np.concatenate([[1.0], survival[:-1]])
-        self.accepted[first:] += survival[first:]
-        self.tried[first:] += before[first:]
+    def add(self, classes: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
+        """Outcomes of rows: proposals of these `classes` `[rows, K]`, in order, of which `verified` `[rows]` were
+        verified and `accepted` `[rows]` accepted."""
+        depth = np.arange(classes.shape[1])
+        accepted, verified = accepted[:, None], verified[:, None]
+        tried = (depth <= accepted) & (depth < verified)  # what follows the first rejection wasn't tried
+        self.accepted += np.bincount(classes[depth < accepted], minlength=len(self.prior))
+        self.tried += np.bincount(classes[tried], minlength=len(self.prior))
 
 
-def lookup_classes(match: int, count: int) -> np.ndarray:
-    """Classes of `count` looked-up tokens after a match of `match` tokens."""
-    return np.minimum(np.arange(match - 1, match - 1 + count), LONGEST_MATCH - 1)
+def lookup_classes(matches: np.ndarray, count: int) -> np.ndarray:
+    """Classes `[rows, count]` of looked-up tokens after matches of `matches` `[rows]` tokens."""
+    return np.minimum(matches[:, None] - 1 + np.arange(count), LONGEST_MATCH - 1)

@@ -12,7 +12,7 @@ outcomes of earlier steps, and costs measured before the call.
 
 import numpy as np
 
-from .acceptance import DRAFTER_PRIOR, LOOKUP_PRIOR, RunningAcceptance, lookup_classes
+from .acceptance import DRAFTER_PRIOR, FORGET, LOOKUP_PRIOR, PRIOR_WEIGHT, RunningAcceptance, lookup_classes
 from .costs import WRONG, CostModel
 from .lookup import LookupDraft
 
@@ -27,21 +27,23 @@ def allocate(survival: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, flo
     Returns:
         int64 `[rows]` and the expected tokens per second. The best of all choices; of equals the shortest.
     """
-    rows, width = survival.shape
-    order = np.sort(survival, axis=None)[::-1]
-    rates = (rows + np.concatenate([[0.0], np.cumsum(order)])) / seconds
-    best = int(rates.argmax())
+    rows = len(survival)
+    order, best, rate = _best(survival, seconds)
     if best == 0:
-        return np.zeros(rows, dtype=np.int64), float(rates[0])
-    taken = survival > order[best - 1]
-    lengths = taken.sum(axis=1)
+        return np.zeros(rows, dtype=np.int64), rate
+    last = order[best - 1]
+    lengths, ties = (survival > last).sum(axis=1), (survival == last).sum(axis=1)
     # Positions that tie with the last one taken: rows in order, as many as are left.
-    left = best - int(lengths.sum())
-    for row in range(rows):
-        ties = min(left, int((survival[row] == order[best - 1]).sum()))
-        lengths[row] += ties
-        left -= ties
-    return lengths, float(rates[best])
+    left = best - lengths.sum() - (ties.cumsum() - ties)
+    return lengths + np.clip(left, 0, ties), rate
+
+
+def _best(survival: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, int, float]:
+    """Survival in falling order, how many positions to take of it, and the rate that gives."""
+    order = np.sort(survival, axis=None)[::-1]
+    rates = (len(survival) + np.concatenate([[0.0], order.cumsum()])) / seconds
+    best = int(rates.argmax())
+    return order, best, float(rates[best])
 
 
 class Budget:
@@ -58,6 +60,7 @@ class Budget:
         self.lookup = RunningAcceptance(LOOKUP_PRIOR)
         self.drafter = RunningAcceptance([DRAFTER_PRIOR] * drafted)
         self._ratios: list[float] = []
+        self._promised = self._kept = 0.0
 
     @property
     def width(self) -> int:
@@ -65,18 +68,35 @@ class Budget:
 
     def lookup_survival(self, lookups: list[LookupDraft | None], room: list[int]) -> np.ndarray:
         """`[rows, width]` for the looked-up continuations, 0 past the room that a row has."""
-        survival, rates = np.zeros((len(lookups), self.width)), self.lookup.rates
-        for row, lookup in enumerate(lookups):
-            count = 0 if lookup is None else min(len(lookup.tokens), room[row])
-            if count > 0:
-                survival[row, :count] = rates[lookup_classes(lookup.match, count)].cumprod()
-        return survival
+        matches = np.array([1 if lookup is None else lookup.match for lookup in lookups])
+        counts = np.array([0 if lookup is None else len(lookup.tokens) for lookup in lookups])
+        survival = self.lookup.rates[lookup_classes(matches, self.width)].cumprod(axis=1)
+        return survival * (np.arange(self.width) < np.minimum(counts, room)[:, None])
 
     def drafter_survival(self, room: list[int]) -> np.ndarray:
         """`[rows, width]` that the drafter is expected to reach, before it has run."""
         curve = np.zeros(self.width)
         curve[: self.drafted] = self.drafter.rates.cumprod()
         return curve * (np.arange(self.width) < np.asarray(room)[:, None])
+
+    @property
+    def trust(self) -> float:
+        """Accepted drafts over what the length head promised in this call: a factor on its conditional probabilities.
+        Texts differ from those it was calibrated on."""
+        return min(1.5, (PRIOR_WEIGHT + self._kept) / (PRIOR_WEIGHT + self._promised))
+
+    def judged(self, survival: np.ndarray) -> np.ndarray:
+        """The length head's survival `[n, drafted]`, corrected by what it was worth in this call."""
+        return np.minimum(survival * self.trust ** np.arange(1, survival.shape[1] + 1), 1.0)
+
+    def promise(self, survival: np.ndarray, lengths: np.ndarray) -> None:
+        """Notes what the length head says of the rows whose drafts it judged: `survival` `[n, drafted]`, and the
+        number of positions `[n]` that are verified. The others count as tried with the outcome it names."""
+        chosen = np.arange(survival.shape[1]) < lengths[:, None]
+        self._promised += float((survival * chosen).sum())
+        before = np.concatenate([np.ones((len(survival), 1)), survival[:, :-1]], axis=1)
+        self.drafter.accepted += np.where(chosen, 0.0, survival).sum(axis=0)
+        self.drafter.tried += np.where(chosen, 0.0, before).sum(axis=0)
 
     def route(self, lookup: np.ndarray, drafter: np.ndarray, slots: int, catching_up: int) -> np.ndarray:
         """Rows that the drafter is to serve, bool `[rows]`.
@@ -95,12 +115,12 @@ class Budget:
         most = int((gain > 0).sum())
         numbers = [n for n in range(1, most + 1) if n <= 8 or n & (n - 1) == 0 or n == most]
         verify = self.costs.verify_seconds(rows, rows + lookup.size, slots)
-        best, best_rate = 0, allocate(lookup, verify)[1]
+        best, best_rate = 0, _best(lookup, verify)[2]
         for number in numbers:
             mixed = lookup.copy()
             mixed[order[:number]] = drafter[order[:number]]
             seconds = verify + self.costs.draft_seconds(number, catching_up, slots)
-            rate = allocate(mixed, seconds)[1]
+            rate = _best(mixed, seconds)[2]
             if rate > best_rate:
                 best, best_rate = number, rate
         served = np.zeros(rows, dtype=bool)
@@ -120,11 +140,18 @@ class Budget:
         drafter's."""
         self.lookup.forget()
         self.drafter.forget()
-        for count, number, match in zip(verified, accepted, matches, strict=True):
-            if match is None:
-                self.drafter.add(np.arange(count), number)
-            else:
-                self.lookup.add(lookup_classes(match, count), number)
+        self._promised, self._kept = self._promised * FORGET, self._kept * FORGET
+        if not any(verified):
+            return
+        looked_up = np.array([match is not None for match in matches])
+        counts, numbers, width = np.array(verified), np.array(accepted), max(verified)
+        by_match = lookup_classes(np.array([match or 1 for match in matches]), width)
+        for source, rows, classes in (
+            (self.lookup, looked_up, by_match),
+            (self.drafter, ~looked_up, np.tile(np.arange(width), (len(counts), 1))),
+        ):
+            source.add(classes[rows], counts[rows], numbers[rows])
+        self._kept += float(numbers[~looked_up].sum())
 
     def time(self, seconds: float, tokens: int, slots: int) -> None:
         """Compares a verify pass with what it was expected to take."""

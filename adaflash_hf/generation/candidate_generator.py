@@ -180,7 +180,8 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         budget, room, rows = self.budget, room.tolist(), len(anchors)
         slots, late = int(positions.sum()), sum(len(part[1]) for part in self._pending)
         # 1. Look up, and decide which rows the drafter serves.
-        lookups = [text.lookup(min(most, budget.lookup_tokens)) for text, most in zip(self._texts, room, strict=True)]
+        most = [min(n, budget.lookup_tokens) for n in room]
+        lookups = [text.lookup(n) if n > 0 else None for text, n in zip(self._texts, most, strict=True)]
         survival = budget.lookup_survival(lookups, room)
         expected = budget.drafter_survival(room)
         served = budget.route(survival, expected, slots, late).nonzero()[0].tolist()
@@ -189,16 +190,15 @@ class DiffusionCandidateGenerator(CandidateGenerator):
             hidden = self._block_hidden(anchors, positions, served)
             curves = self.length_processor.survival(hidden)
             if curves is not None:
-                expected[served, : budget.drafted] = curves.double().cpu().numpy()
+                expected[served, : budget.drafted] = budget.judged(curves.double().cpu().numpy())
                 expected *= np.arange(budget.width) < np.asarray(room)[:, None]
         drafting = [row for row in served if expected[row].sum() >= survival[row].sum()]
         survival[drafting] = expected[drafting]
         # 3. Lengths for all rows together.
         lengths = budget.lengths(survival, len(served), slots, late).tolist()
         if served and curves is not None:
-            for row in served:
-                verified = lengths[row] if row in drafting else 0
-                budget.drafter.add_expected(expected[row, : budget.drafted], verified)
+            kept = np.array([lengths[row] if row in drafting else 0 for row in served])
+            budget.promise(expected[served, : budget.drafted], kept)
         matches = [None if lookup is None or row in drafting else lookup.match for row, lookup in enumerate(lookups)]
         looked_up = [t for row, n in enumerate(lengths) if n and row not in drafting for t in lookups[row].tokens[:n]]
         looked_up = torch.tensor(looked_up, dtype=torch.long, device=anchors.device)
@@ -206,8 +206,8 @@ class DiffusionCandidateGenerator(CandidateGenerator):
             return Draft(lengths, looked_up, matches=matches)
         owners = torch.tensor([row in drafting for row in range(rows)]).repeat_interleave(torch.tensor(lengths))
         owners = owners.to(anchors.device)
-        kept = torch.tensor([lengths[row] if row in drafting else 0 for row in served])
-        logits = self._kept_logits(hidden, kept.to(hidden.device))
+        drafted = torch.tensor([lengths[row] if row in drafting else 0 for row in served], device=hidden.device)
+        logits = self._kept_logits(hidden, drafted)
         tokens = anchors.new_empty(len(owners))
         tokens[owners], tokens[~owners] = self._pick(logits).to(anchors.device), looked_up
         if not self.do_sample:

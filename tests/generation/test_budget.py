@@ -93,12 +93,31 @@ def test_acceptance_follows_outcomes_and_forgets():
     running = RunningAcceptance([0.5, 0.5])
     for _ in range(50):
         running.forget()
-        running.add(np.arange(2), 1)
+        running.add(np.array([[0, 1]]), np.array([2]), np.array([1]))
     first, second = running.rates
     assert first > 0.9 and second < 0.1
     for _ in range(600):
         running.forget()
     assert running.rates == pytest.approx([0.5, 0.5], abs=0.02)
+
+
+def test_a_head_that_promises_too_much_is_trusted_less():
+    budget = Budget(FLAT, drafted=2, lookup_tokens=0)
+    curves = np.array([[0.8, 0.6]])
+    assert budget.judged(curves) == pytest.approx(curves)
+    for _ in range(20):
+        budget.promise(curves, np.array([2]))
+        budget.learn([2], [0], [None])
+    assert budget.trust < 0.2 and (budget.judged(curves) < 0.2).all()
+    assert budget.drafter.rates[0] < 0.2
+
+
+def test_judged_but_unverified_positions_teach_the_route():
+    """A head that sees no chance keeps the drafter from running again, though nothing was verified."""
+    budget = Budget(FLAT, drafted=2, lookup_tokens=0)
+    for _ in range(20):
+        budget.promise(np.array([[0.05, 0.01]]), np.array([0]))
+    assert budget.drafter.rates[0] < 0.2 and budget.trust == 1
 
 
 def test_useless_drafter_is_hardly_run(monkeypatch):
@@ -159,8 +178,14 @@ def test_lookup_equals_a_plain_search(seed):
 
 
 def test_classes_continue_the_match():
-    assert lookup_classes(1, 3).tolist() == [0, 1, 2]
-    assert lookup_classes(7, 3).tolist() == [6, 7, 7]
+    assert lookup_classes(np.array([1, 7]), 3).tolist() == [[0, 1, 2], [6, 7, 7]]
+
+
+def test_outcomes_count_once_per_tried_position():
+    running = RunningAcceptance([0.5] * 8)
+    classes = lookup_classes(np.array([1, 7]), 3)
+    running.add(classes, np.array([3, 2]), np.array([1, 2]))
+    assert running.tried.tolist() == [1, 1, 0, 0, 0, 0, 1, 1] and running.accepted.tolist() == [1, 0, 0, 0, 0, 0, 1, 1]
 
 
 def test_lookup_alone_repeats_a_loop():
