@@ -117,11 +117,16 @@ def variants(dtype: torch.dtype) -> list[Variant]:
             one,
         ),
         Variant(
-            "survival_lengths",
-            lengths.survival_lengths_kernel,
-            {"survival": f, "costs": f, "room": i, "lengths": i},
+            "survival rates",
+            lengths.rates_kernel,
+            {"survival": f, "costs": f, "room": i, "rates": "*fp64", "taken": j},
+            {"SIZE": ROWS * WIDTH, "BLOCK_R": ROWS, "BLOCK_I": lengths.BLOCK_I, "BLOCK_J": lengths.BLOCK_J},
+        ),
+        Variant(
+            "survival choice",
+            lengths.choose_kernel,
+            {"rates": "*fp64", "taken": j, "costs": f, "lengths": i},
             {"BLOCK_R": ROWS, "BLOCK_K": WIDTH},
-            eight,
         ),
     ]
 

@@ -13,7 +13,8 @@ from ..errors import AdaFlashValueError
 from .dispatch import takes_triton
 
 
-# Positions that one program of the Triton kernel sorts; more go to the twin, which doesn't wait for the host either.
+# Positions, padded, that one program of the Triton path looks through; more go to the twin, which doesn't wait for the
+# host either.
 MOST_POSITIONS = 4096
 
 

@@ -9,7 +9,7 @@ from adaflash_hf import AdaFlashError, collect_statistics
 from adaflash_hf.kernels import use_backend
 
 
-GREEDY = {"do_sample": False, "max_new_tokens": 10}
+GREEDY = {"do_sample": False, "max_new_tokens": 8}
 
 
 @pytest.mark.parametrize("name, head", [("llama", None), ("gemma3", "survival")])

@@ -93,6 +93,7 @@ def test_extreme_scores(both, device):
     scores[6, :] = -1e38
     tokens = torch.tensor([0, 299, 7, 0, 0, 200, 5, 0], device=device)
     check(both, scores, tokens, [8])
+    check(both, torch.zeros(2, 9000, device=device), tokens[6:] * 0, [2])  # equal maxima in several blocks of a part
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2, 3])

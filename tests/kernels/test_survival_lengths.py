@@ -41,7 +41,7 @@ def test_no_other_lengths_are_faster(both, device, cost):
         assert ours.tolist() == [4, 4, 4]
 
 
-@pytest.mark.parametrize("rows, positions", [(1, 1), (1, 15), (5, 7), (64, 15)])
+@pytest.mark.parametrize("rows, positions", [(1, 1), (1, 15), (5, 7), (20, 15)])
 def test_equals_twin(both, device, rows, positions):
     survival = curves(rows, positions, device)
     costs = COSTS["steps"](torch.arange(rows * (positions + 1) + 1.0, device=device))
