@@ -8,8 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.cache_utils import DFlashCache
 
-from adaflash_hf import checkpoints
-from adaflash_hf.checkpoints import save_zlab
+from adaflash_hf.checkpoints import reading, save_drafter
 from adaflash_hf.configuration_adaflash import AdaFlashConfig, AdaFlashGenerationConfig
 from adaflash_hf.errors import AdaFlashValueError
 from adaflash_hf.modeling_adaflash import AdaFlashDrafter
@@ -327,7 +326,7 @@ def test_dtype(tmp_path, monkeypatch):
     assert AdaFlashDrafter.from_pretrained(zlab(tmp_path, drafter, dtype=None)).dtype == torch.bfloat16
 
     warned = []
-    monkeypatch.setattr(checkpoints.logger, "warning_once", warned.append)
+    monkeypatch.setattr(reading.logger, "warning_once", warned.append)
     assert AdaFlashDrafter.from_pretrained(folder, dtype="float16").dtype == torch.float16
     assert "float16" in warned[0]
 
@@ -353,7 +352,7 @@ def test_generation_config(tmp_path):
     drafter = make_drafter()
     drafter.generation_config.length_rate = 1.3
     drafter.save_pretrained(tmp_path / "ours")
-    save_zlab(drafter, tmp_path / "zlab")
+    save_drafter(drafter, tmp_path / "zlab", "zlab")
     for folder in (tmp_path / "ours", tmp_path / "zlab"):
         assert AdaFlashDrafter.from_pretrained(folder).generation_config.length_rate == 1.3
         policy = AdaFlashGenerationConfig(length_rate=2.0)
@@ -379,27 +378,28 @@ def test_generation_config(tmp_path):
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 20000.0}},
     ],
 )
-def test_save_zlab_round_trip(tmp_path, values):
+def test_zlab_written_round_trip(tmp_path, values):
     drafter = make_drafter(**values)
-    save_zlab(drafter, tmp_path)
+    save_drafter(drafter, tmp_path, "zlab")
     loaded = AdaFlashDrafter.from_pretrained(tmp_path)
     assert_same(loaded, drafter)
     written = json.loads((tmp_path / "config.json").read_text())
-    save_zlab(loaded, tmp_path)
+    save_drafter(loaded, tmp_path, "zlab")
     assert json.loads((tmp_path / "config.json").read_text()) == written
     assert_same(AdaFlashDrafter.from_pretrained(tmp_path), drafter)
     for key in ("block_size", "rms_norm_eps", "layer_types", "sliding_window", "sliding_window_causal"):
         assert getattr(loaded.config, key) == getattr(drafter.config, key)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "card.json",
         "config.json",
         "generation_config.json",
         "model.safetensors",
     ]
 
 
-def test_save_zlab_layout(tmp_path):
+def test_zlab_written_layout(tmp_path):
     drafter = make_drafter(**MIXED, length_head=HEAD)
-    save_zlab(drafter, tmp_path)
+    save_drafter(drafter, tmp_path, "zlab")
     written = json.loads((tmp_path / "config.json").read_text())
     fixture = zlab_config(drafter)
     del fixture["auto_map"]
@@ -410,7 +410,7 @@ def test_save_zlab_layout(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     assert tensors.keys() == zlab_tensors(drafter).keys()
 
-    save_zlab(drafter, tmp_path, include_length_head=False)
+    save_drafter(drafter, tmp_path, "zlab", include_length_head=False)
     assert "use_thresh_head_two_model" not in json.loads((tmp_path / "config.json").read_text())["dflash_config"]
     assert not any("head" in name for name in load_file(tmp_path / "model.safetensors"))
     assert AdaFlashDrafter.from_pretrained(tmp_path).length_head is None
@@ -431,15 +431,15 @@ def test_save_zlab_layout(tmp_path):
         ),
     ],
 )
-def test_save_zlab_refuses(tmp_path, values, key):
+def test_zlab_written_refuses(tmp_path, values, key):
     with pytest.raises(AdaFlashValueError, match=key):
-        save_zlab(make_drafter(**values), tmp_path / "out")
+        save_drafter(make_drafter(**values), tmp_path / "out", "zlab")
     assert not (tmp_path / "out").exists()
 
 
-def test_save_zlab_without_survival_head(tmp_path):
+def test_zlab_written_without_survival_head(tmp_path):
     drafter = make_drafter(length_head=HEAD | {"kind": "survival"})
-    save_zlab(drafter, tmp_path, include_length_head=False)
+    save_drafter(drafter, tmp_path, "zlab", include_length_head=False)
     assert AdaFlashDrafter.from_pretrained(tmp_path).length_head is None
 
 
