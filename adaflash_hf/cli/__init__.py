@@ -40,7 +40,8 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a subcommand; returns the exit status. Errors of the package become one line without a traceback."""
+    """Runs a subcommand; returns the exit status. Errors of the package, and files that aren't there, become one
+    line without a traceback."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         sys.stdout.write(usage())
@@ -53,6 +54,9 @@ def main(argv: list[str] | None = None) -> int:
         importlib.import_module(COMMANDS[name][0]).main(expand_config(rest))
     except AdaFlashError as error:
         sys.stderr.write(f"adaflash {name}: {error}\n")
+        return 1
+    except OSError as error:  # a folder or repo that isn't there; transformers adds lines of advice
+        sys.stderr.write(f"adaflash {name}: {str(error).splitlines()[0]}\n")
         return 1
     except KeyboardInterrupt:
         return 130
