@@ -220,7 +220,11 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 target = AutoModelForCausalLM.from_pretrained("{{ target }}")
 tokenizer = AutoTokenizer.from_pretrained("{{ target }}")
-drafter = AutoModel.from_pretrained("{{ name }}", dtype=target.dtype, trust_remote_code=True)
+drafter = AutoModel.from_pretrained(
+    "{{ name }}",
+    dtype=target.dtype,
+    trust_remote_code=True,
+)
 
 inputs = tokenizer("The capital of France is", return_tensors="pt")
 output = target.generate(

@@ -77,6 +77,8 @@ def convert(source, folder, layout: str, include_length_head: bool = True, targe
     """
     from ..modeling_adaflash import AdaFlashDrafter
 
+    if Path(folder).exists() and any(Path(folder).iterdir()):
+        raise AdaFlashValueError(f"{folder} isn't empty, and files of two layouts must not mix: name a new folder.")
     drafter = AdaFlashDrafter.from_pretrained(source, **kwargs)
     save_drafter(drafter, folder, layout, include_length_head, target)
 

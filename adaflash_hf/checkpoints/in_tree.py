@@ -34,7 +34,8 @@ def read_config(raw: dict) -> dict:
     return {key: getattr(body, key) for key in keys} | {
         # The layout doesn't say; its targets are all of one family. Another one: `from_pretrained(..., vocab_size=)`.
         "vocab_size": raw.get("vocab_size", CONFIG_MAPPING["muse_glimmer_text"]().vocab_size),
-        "sliding_window_causal": False,
+        # Said by no key; without sliding layers it says nothing, and is left at its default.
+        "sliding_window_causal": "sliding_attention" not in body.layer_types,
         **{key: raw[key] for key in (*_EXTRA_KEYS, *TOKEN_KEYS) if raw.get(key) is not None},
     }
 
