@@ -42,6 +42,8 @@ def load_drafter(cls, name_or_path, *args, config=None, output_loading_info=Fals
     if str(requested).removeprefix("torch.") in ("float16", "half"):
         logger.warning_once("bfloat16-trained drafters can overflow in float16: use bfloat16 or float32 as `dtype`.")
 
+    if str(name_or_path).startswith(("/", ".", "~")) and not Path(name_or_path).is_dir():
+        raise AdaFlashValueError(f"{name_or_path} is no folder: check the path.")
     raw = {} if name_or_path is None else PreTrainedConfig.get_config_dict(name_or_path, **hub)[0]
     if not raw and config is None:
         raise AdaFlashValueError(f"{name_or_path} has no config.json: name a folder or Hub repo of a drafter.")

@@ -32,6 +32,18 @@ def make_parser(command: str, description: str, dataclasses, positionals: dict[s
     return parser
 
 
+def parse(parser: HfArgumentParser, argv: list[str]) -> tuple:
+    """The parsed dataclasses, and the namespace of positionals if there are any.
+
+    Raises:
+        AdaFlashValueError: for options that the command doesn't have.
+    """
+    *parsed, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if unknown:
+        raise AdaFlashValueError(f"Unknown options {unknown}: `{parser.prog} --help` lists what there is.")
+    return tuple(parsed)
+
+
 def expand_config(argv: list[str]) -> list[str]:
     """Replaces `--config FILE` by the options in the file, placed so that the command line's own options win.
 

@@ -9,7 +9,7 @@ from transformers import AutoModel
 
 from ..cards import RESULT_KEYS, CardDetails
 from ..errors import AdaFlashValueError
-from .arguments import make_parser
+from .arguments import make_parser, parse
 
 
 DESCRIPTION = f"""\
@@ -52,7 +52,7 @@ class CardArguments:
 
 def main(argv: list[str]) -> None:
     parser = make_parser("card", DESCRIPTION, CardArguments, {"folder": "Folder of the drafter or length head."})
-    options, places = parser.parse_args_into_dataclasses(argv)
+    options, places = parse(parser, argv)
     given = {key: _text(key, value) for key, value in vars(options).items() if value is not None}
     if "results" in given:
         given["results"] = _json("results", _text("results", f"@{given['results']}"))

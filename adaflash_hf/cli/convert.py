@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from ..checkpoints import LAYOUTS, convert
-from .arguments import make_parser
+from .arguments import make_parser, parse
 
 
 DESCRIPTION = """\
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
     parser = make_parser(
         "convert", DESCRIPTION, ConvertArguments, {"src": "Folder or Hub id to read.", "dst": "New folder to write."}
     )
-    options, places = parser.parse_args_into_dataclasses(argv)
+    options, places = parse(parser, argv)
     source = {"subfolder": options.subfolder}
     for key in ("revision", "target_model"):
         if getattr(options, key) is not None:

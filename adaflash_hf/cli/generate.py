@@ -12,7 +12,7 @@ from ..default_target import DEFAULT_TARGET, load_default_target
 from ..errors import AdaFlashValueError
 from ..generation.statistics import collect_statistics
 from ..modeling_adaflash import AdaFlashDrafter
-from .arguments import make_parser
+from .arguments import make_parser, parse
 
 
 DESCRIPTION = """\
@@ -136,7 +136,7 @@ def answer(target, tokenizer, drafter, messages: list[dict], options: GenerateAr
 
 
 def main(argv: list[str]) -> None:
-    (options,) = make_parser("generate", DESCRIPTION, GenerateArguments).parse_args_into_dataclasses(argv)
+    (options,) = parse(make_parser("generate", DESCRIPTION, GenerateArguments), argv)
     target, tokenizer, drafter = load(options)
     messages = [{"role": "system", "content": options.system}] if options.system else []
     while True:

