@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from huggingface_hub import ModelCard, snapshot_download
+from huggingface_hub import HfApi, ModelCard, snapshot_download
 from tiny import make_drafter
 from transformers import AutoModel
 
@@ -65,13 +65,16 @@ def main(folder: Path) -> dict:
     # 6. Another layout, in a subfolder, on the Hub; and the converter reading from there.
     plain = make_drafter(draft_vocab_size=None)
     save_drafter(plain, folder / "zlab" / "inner", "zlab")
-    from huggingface_hub import HfApi
-
     HfApi().create_repo("org/foreign")
     HfApi().upload_folder(repo_id="org/foreign", folder_path=folder / "zlab")
     found["subfolder"] = same(AdaFlashDrafter.from_pretrained("org/foreign", subfolder="inner"), plain)
     convert("org/foreign", folder / "ours", "adaflash", subfolder="inner")
     found["converted"] = same(AdaFlashDrafter.from_pretrained(folder / "ours"), plain)
+    drafter.save_pretrained(folder / "own" / "inner")
+    HfApi().upload_folder(repo_id="org/foreign", folder_path=folder / "own", path_in_repo="own")
+    loaded = AdaFlashDrafter.from_pretrained("org/foreign", subfolder="own/inner")
+    found["own_subfolder"] = same(loaded, drafter) and loaded.generation_config.survival_threshold == 0.25
+    found["own_subfolder"] &= loaded.card == drafter.card
     try:
         AdaFlashDrafter.from_pretrained("org/nothing")
     except (OSError, AdaFlashValueError) as error:

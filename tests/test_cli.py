@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+import tomllib
 from io import StringIO
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +14,12 @@ from tiny import make_drafter, make_target
 from tiny_tokenizer import make_tokenizer, save_target
 
 from adaflash_hf import AdaFlashDrafter, cli
+from adaflash_hf.checkpoints import save_drafter
 from adaflash_hf.cli import generate as chat
 from adaflash_hf.cli.arguments import expand_config
 
 
+ROOT = Path(__file__).parent.parent
 OWN = ["train", "convert", "card", "generate"]
 
 
@@ -132,6 +136,17 @@ def test_card(tmp_path):
     again = (folder / "README.md").read_text()
     assert again.replace("license: mit\n", "") == text and "license: mit" in again
     assert (folder / "model.safetensors").read_bytes() == weights
+
+
+def test_card_of_another_layout(tmp_path, capsys):
+    save_drafter(make_drafter(), tmp_path, "zlab")
+    assert cli.main(["card", str(tmp_path)]) == 1
+    assert "adaflash convert" in capsys.readouterr().err
+
+
+def test_installed_command():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"adaflash": "adaflash_hf.cli:main"}
 
 
 # --- generate -------------------------------------------------------------------------------------------------------

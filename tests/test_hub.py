@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,7 @@ def pushed(tmp_path_factory):
         "sharded_over_whole",
         "head",
         "subfolder",
+        "own_subfolder",
         "converted",
     ],
 )
@@ -223,6 +225,19 @@ def test_card_snippets_run_as_printed(tmp_path, capsys):
     namespace: dict = {}
     exec(head, namespace)
     assert isinstance(namespace["drafter"].length_head, AdaptiveLengthHead)
+
+
+def test_example(tmp_path, monkeypatch, capsys):
+    """`examples/load_from_hub.py` with folders in place of repo ids."""
+    save_target(tmp_path / "target", make_target())
+    drafter = make_drafter()
+    drafter.card.chat_template_kwargs = {"enable_thinking": False}
+    drafter.save_pretrained(tmp_path / "drafter")
+    options = ["--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "drafter"), "--max_new_tokens", "9"]
+    monkeypatch.setattr(sys, "argv", ["load_from_hub.py", *options, "--prompt", "w1 w2"])
+    runpy.run_path(str(ROOT / "examples" / "load_from_hub.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    assert "template flags: {'enable_thinking': False}" in out and "accepted length (tau): " in out
 
 
 # --- remote code ----------------------------------------------------------------------------------------------------

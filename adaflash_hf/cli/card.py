@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import AutoModel
 
 from ..cards import RESULT_KEYS, CardDetails
+from ..configuration_adaflash import AdaFlashConfig, AdaptiveLengthConfig
 from ..errors import AdaFlashValueError
 from .arguments import make_parser, parse
 
@@ -61,6 +62,9 @@ def main(argv: list[str]) -> None:
     folder = Path(places.folder)
     if not (folder / "config.json").is_file():
         raise AdaFlashValueError(f"{folder} has no config.json: name the folder of a drafter or length head.")
+    kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    if kind not in (AdaFlashConfig.model_type, AdaptiveLengthConfig.model_type):
+        raise AdaFlashValueError(f"{folder} holds a {kind!r} model: `adaflash convert` it to the `adaflash` layout.")
     model = AutoModel.from_pretrained(folder)
     model.card = CardDetails(**(dataclasses.asdict(model.card) | given))
     model.save_pretrained(folder)

@@ -73,7 +73,7 @@ class HubModel(PreTrainedModel):
         if text is not None:
             self.card = CardDetails.from_json(text)
 
-    def save_pretrained(self, save_directory, is_main_process: bool = True, push_to_hub: bool = False, **kwargs):
+    def save_pretrained(self, save_directory, is_main_process: bool = True, *, push_to_hub: bool = False, **kwargs):
         """As in transformers; writes README.md, `card.json` and the code for `trust_remote_code` users too."""
         hub = {key: kwargs.pop(key) for key in _PUSH_ARGUMENTS if key in kwargs}
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
