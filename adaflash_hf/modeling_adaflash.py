@@ -239,6 +239,11 @@ class AdaFlashDrafter(HubModel):
     def load_weights(cls, name_or_path, *args, **kwargs):
         if importlib.util.find_spec("adaflash_hf") is None:  # this file was copied from the Hub
             return super().load_weights(name_or_path, *args, **kwargs)
+        package = importlib.import_module("adaflash_hf")
+        if not issubclass(cls, package.AdaFlashDrafter):  # a copy, which the package's loop wouldn't recognise
+            cls = package.AdaFlashDrafter
+            if kwargs.get("config") is not None:
+                kwargs["config"] = cls.config_class.from_dict(kwargs["config"].to_dict())
         return importlib.import_module("adaflash_hf.checkpoints").load_drafter(cls, name_or_path, *args, **kwargs)
 
     def read_settings(self, name_or_path, hub: dict) -> None:

@@ -34,6 +34,7 @@ for name, head in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
             "tokens": drafted.shape[1] - prompt.shape[1],
             "drafts": len(drafts),
             "module": type(drafter).__module__.split(".")[0],
+            "policy": type(drafter.generation_config).__name__,
             "threshold": drafter.generation_config.survival_threshold,
             "head": drafter.length_head is not None,
             "training_data": drafter.card.training_data,

@@ -14,6 +14,7 @@ import yaml
 from hub_server import Hub
 from tiny import make_drafter, make_target
 from tiny_tokenizer import save_target
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import adaflash_hf
 from adaflash_hf import AdaFlashDrafter, AdaFlashValueError, AdaptiveLengthHead, collect_statistics
@@ -264,12 +265,25 @@ def test_without_the_package(tmp_path, pushed):
             "same": True,
             "tokens": 24,
             "module": "transformers_modules",
+            "policy": "AdaFlashGenerationConfig",
             "threshold": 0.25,
             "head": True,
             "training_data": "A hundred words.",
             "head_alone": "AdaptiveLengthHead",
             "package": False,
         }
+
+
+def test_copied_code_beside_the_package(tmp_path):
+    """`trust_remote_code=True` without importing the package, where it is installed: its own class is loaded."""
+    drafter = make_drafter(head="length")
+    drafter.save_pretrained(tmp_path)
+    copied = get_class_from_dynamic_module("modeling_adaflash.AdaFlashDrafter", str(tmp_path))
+    config = get_class_from_dynamic_module("configuration_adaflash.AdaFlashConfig", str(tmp_path))
+    assert not issubclass(copied, AdaFlashDrafter)
+    loaded = copied.from_pretrained(tmp_path, config=config.from_pretrained(tmp_path))
+    assert type(loaded) is AdaFlashDrafter and type(loaded.config) is type(drafter.config)
+    assert torch.equal(loaded.length_head.down.weight, drafter.length_head.down.weight)
 
 
 def test_saved_code_is_the_packages_own(tmp_path):

@@ -17,7 +17,13 @@ Converts a drafter to the layout of another implementation. The layout of SRC is
 A setting that the other layout can't express is refused by name, and nothing is written. For example:
 
   adaflash convert z-lab/Qwen3-8B-DFlash-b16 qwen3-drafter --to adaflash
-  adaflash convert runs/smollm2/drafter for-vllm --to speculators --no_include_length_head"""
+  adaflash convert runs/smollm2/drafter for-vllm --to speculators --no_include_length_head
+
+Serving the result (B is the drafter's block size):
+
+  vllm serve TARGET --speculative-config '{"method": "dflash", "model": "DST", "num_speculative_tokens": B-1}'
+  python -m sglang.launch_server --model-path TARGET --speculative-algorithm DFLASH \\
+      --speculative-draft-model-path DST --speculative-num-draft-tokens B"""
 
 
 @dataclass
