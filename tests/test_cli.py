@@ -138,6 +138,32 @@ def test_card(tmp_path):
     assert (folder / "model.safetensors").read_bytes() == weights
 
 
+def test_card_from_a_benchmark(tmp_path, capsys):
+    make_drafter().save_pretrained(tmp_path / "d")
+    record = {"method": "budget", "temperature": 0.0, "domain": "chat", "concurrency": 8, "tau": 1.236}
+    others = [{"concurrency": 1, "tau": 9.0}, {"method": "plain", "tau": 9.0}, {"temperature": 1.0, "tau": 9.0}]
+    measured = {
+        "records": [record, record | {"domain": "math", "tau": 2.0}, *(record | other for other in others)],
+        "environment": {
+            "command": "adaflash bench --drafter d",
+            "torch": "2.13.0",
+            "transformers": "5.24.0",
+            "dtype": "torch.float32",
+            "device": "a CPU",
+            "arguments": {"max_new_tokens": 48},
+        },
+    }
+    (tmp_path / "results.json").write_text(json.dumps(measured))
+    argv = ["card", str(tmp_path / "d"), "--results", str(tmp_path / "results.json")]
+    assert cli.main(argv) == 0
+    text = (tmp_path / "d" / "README.md").read_text()
+    for part in ("| chat | 1.24 |", "| math | 2.00 |", "    adaflash bench --drafter d\n", "float32 on a CPU, 48 new"):
+        assert part in text
+    assert "batch of 8" in text and "9.00" not in text
+    assert cli.main([*argv, "--method", "head"]) == 1
+    assert "no greedy records" in capsys.readouterr().err
+
+
 def test_card_of_another_layout(tmp_path, capsys):
     save_drafter(make_drafter(), tmp_path, "zlab")
     assert cli.main(["card", str(tmp_path)]) == 1

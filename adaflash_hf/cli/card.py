@@ -18,8 +18,8 @@ Writes the model card (README.md) of a drafter or length head in FOLDER, from it
 calls recorded (card.json), and from the options. Everything else in FOLDER is brought up to date too, so that it is
 what `push_to_hub` or `hf upload` would put on the Hub.
 
-`--results` takes a JSON file with the keys {", ".join(RESULT_KEYS)}: accepted length per domain, the command that
-measured it, package versions, and a sentence on the settings:
+`--results` takes the results.json of `adaflash bench --output`, of which the greedy records of `--method` with the most
+prompts are used, or a JSON file with the keys {", ".join(RESULT_KEYS)}:
 
   {{"tau": {{"chat": 1.3, "math": 1.7}}, "command": "adaflash bench ...", "versions": {{"torch": "2.13.0"}},
    "settings": "Greedy, 64 new tokens."}}
@@ -35,6 +35,7 @@ An option that begins with @ names a file that holds the text."""
 @dataclass
 class CardArguments:
     results: str | None = field(default=None, metadata={"help": "JSON file of measured results; see above."})
+    method: str = field(default="budget", metadata={"help": "Whose records of a benchmark: budget, head or fixed."})
     repo_id: str | None = field(default=None, metadata={"help": "Name on the Hub, which the card's snippets load."})
     base_model: str | None = field(
         default=None, metadata={"help": "Repo id of the target; default: the configuration's `target_model`."}
@@ -55,8 +56,10 @@ def main(argv: list[str]) -> None:
     parser = make_parser("card", DESCRIPTION, CardArguments, {"folder": "Folder of the drafter or length head."})
     options, places = parse(parser, argv)
     given = {key: _text(key, value) for key, value in vars(options).items() if value is not None}
+    method = given.pop("method")
     if "results" in given:
-        given["results"] = _json("results", _text("results", f"@{given['results']}"))
+        results = _json("results", _text("results", f"@{given['results']}"))
+        given["results"] = benchmark_results(results, method) if "records" in results else results
     if "chat_template_kwargs" in given:
         given["chat_template_kwargs"] = _json("chat_template_kwargs", given["chat_template_kwargs"])
     folder = Path(places.folder)
@@ -68,6 +71,29 @@ def main(argv: list[str]) -> None:
     model = AutoModel.from_pretrained(folder)
     model.card = CardDetails(**(dataclasses.asdict(model.card) | given))
     model.save_pretrained(folder)
+
+
+def benchmark_results(measured: dict, method: str) -> dict:
+    """What a card says of the results of `adaflash bench`: the greedy records of `method` with the most prompts.
+
+    Raises:
+        AdaFlashValueError: when there are none.
+    """
+    records = [r for r in measured["records"] if r["method"] == method and r["temperature"] == 0]
+    if not records:
+        raise AdaFlashValueError(
+            f"`results` has no greedy records of `method` {method!r}: measure it, or name another."
+        )
+    prompts = max(record["concurrency"] for record in records)
+    environment = measured["environment"]
+    return {
+        "tau": {r["domain"]: round(r["tau"], 2) for r in records if r["concurrency"] == prompts},
+        "command": environment["command"],
+        "versions": {package: environment[package] for package in ("torch", "transformers")},
+        "settings": f"Greedy, {environment['dtype'].removeprefix('torch.')} on {environment['device']}, "
+        f"{environment['arguments']['max_new_tokens']} new tokens, length policy `{method}`, one batch of {prompts} "
+        "held-out prompts a domain.",
+    }
 
 
 def _text(key: str, value):

@@ -14,6 +14,7 @@ import json
 
 import torch
 from torch import nn
+from transformers import GenerationConfig
 from transformers.activations import ACT2FN
 from transformers.cache_utils import DFlashCache
 from transformers.masking_utils import (
@@ -33,7 +34,7 @@ from .hub import HubModel, read_text
 from .modeling_length_head import AdaptiveLengthHead
 
 
-_POLICY_KEYS = {"length_policy", "length_rate", "min_candidate_length", "survival_threshold"}
+_POLICY_KEYS = AdaFlashGenerationConfig().to_dict().keys() - GenerationConfig().to_dict().keys()
 
 # Shapes: b batch, n new context tokens, B block size (times the number of blocks in training), d hidden size,
 # T tapped layers, D head size.
