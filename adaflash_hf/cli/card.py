@@ -18,8 +18,8 @@ Writes the model card (README.md) of a drafter or length head in FOLDER, from it
 calls recorded (card.json), and from the options. Everything else in FOLDER is brought up to date too, so that it is
 what `push_to_hub` or `hf upload` would put on the Hub.
 
-`--results` takes the results.json of `adaflash bench --output`, of which the greedy records of `--method` with the most
-prompts are used, or a JSON file with the keys {", ".join(RESULT_KEYS)}:
+`--results` takes the results.json of `adaflash bench --output`, of which the greedy records of `--method` with the
+most prompts are used, or a JSON file with the keys {", ".join(RESULT_KEYS)}:
 
   {{"tau": {{"chat": 1.3, "math": 1.7}}, "command": "adaflash bench ...", "versions": {{"torch": "2.13.0"}},
    "settings": "Greedy, 64 new tokens."}}
