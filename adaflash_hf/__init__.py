@@ -24,6 +24,11 @@ AutoConfig.register(AdaFlashConfig.model_type, AdaFlashConfig, exist_ok=True)
 AutoConfig.register(AdaptiveLengthConfig.model_type, AdaptiveLengthConfig, exist_ok=True)
 AutoModel.register(AdaFlashConfig, AdaFlashDrafter, exist_ok=True)
 AutoModel.register(AdaptiveLengthConfig, AdaptiveLengthHead, exist_ok=True)
+# Saved models carry the code that defines them, for `trust_remote_code` users without the package.
+AdaFlashConfig.register_for_auto_class()
+AdaptiveLengthConfig.register_for_auto_class()
+AdaFlashDrafter.register_for_auto_class("AutoModel")
+AdaptiveLengthHead.register_for_auto_class("AutoModel")
 install()
 
 __all__ = [

@@ -4,12 +4,17 @@ One forward pass fills a whole block: each layer's keys and values come from (co
 one projection of the tapped target layers, the same for all layers, and the block attends to itself in both
 directions. Embedding and lm_head are the target's and are not stored here. The forward interface is the in-tree
 DFlash drafter's of transformers 5.24, so `generate(..., assistant_model=drafter, speculation_type="dflash")` works
-without this package's own loop.
+without this package's own loop. The Hub copies this file and what it imports relatively for `trust_remote_code`
+users.
 """
+
+import importlib
+import importlib.util
+import json
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig
 from transformers.activations import ACT2FN
 from transformers.cache_utils import DFlashCache
 from transformers.masking_utils import (
@@ -25,8 +30,11 @@ from transformers.models.llama.modeling_llama import eager_attention_forward, ro
 
 from .configuration_adaflash import AdaFlashConfig, AdaFlashGenerationConfig
 from .errors import AdaFlashError
+from .hub import HubModel, read_text
 from .modeling_length_head import AdaptiveLengthHead
 
+
+_POLICY_KEYS = AdaFlashGenerationConfig().to_dict().keys() - GenerationConfig().to_dict().keys()
 
 # Shapes: b batch, n new context tokens, B block size (times the number of blocks in training), d hidden size,
 # T tapped layers, D head size.
@@ -161,7 +169,7 @@ class AdaFlashLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-class AdaFlashDrafter(PreTrainedModel):
+class AdaFlashDrafter(HubModel):
     """The drafter. Pass it as `assistant_model` to the target's `generate`; alone it can't generate.
 
     Raises:
@@ -213,15 +221,39 @@ class AdaFlashDrafter(PreTrainedModel):
         )
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """As in transformers; reads DFlash, AdaFlash, speculators and in-tree checkpoints too (`checkpoints.py`).
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, generation_config=None, **kwargs):
+        """As in transformers; reads DFlash, AdaFlash, speculators and in-tree checkpoints too (`checkpoints/`).
+
+        Args:
+            generation_config: length policy to use instead of the checkpoint's `generation_config.json`.
 
         Raises:
             AdaFlashValueError: for a layout that can't be read, and for missing or unexpected checkpoint keys.
         """
-        from .checkpoints import load_drafter
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        if generation_config is not None:
+            model = loaded[0] if isinstance(loaded, tuple) else loaded
+            model.generation_config = cls.generation_config_class.from_dict(generation_config.to_dict())
+        return loaded
 
-        return load_drafter(cls, pretrained_model_name_or_path, *args, **kwargs)
+    @classmethod
+    def load_weights(cls, name_or_path, *args, **kwargs):
+        if importlib.util.find_spec("adaflash_hf") is None:  # this file was copied from the Hub
+            return super().load_weights(name_or_path, *args, **kwargs)
+        package = importlib.import_module("adaflash_hf")
+        if not issubclass(cls, package.AdaFlashDrafter):  # a copy, which the package's loop wouldn't recognise
+            cls = package.AdaFlashDrafter
+            if kwargs.get("config") is not None:
+                kwargs["config"] = cls.config_class.from_dict(kwargs["config"].to_dict())
+        return importlib.import_module("adaflash_hf.checkpoints").load_drafter(cls, name_or_path, *args, **kwargs)
+
+    def read_settings(self, name_or_path, hub: dict) -> None:
+        super().read_settings(name_or_path, hub)
+        # transformers loads generation_config.json only into models that generate by themselves.
+        settings = json.loads(read_text(name_or_path, "generation_config.json", hub) or "{}")
+        # Anybody else's file says how the target samples, which is no business of the drafter.
+        if _POLICY_KEYS & settings.keys():
+            self.generation_config = self.generation_config_class.from_dict(settings)
 
     def project_context(self, features: torch.Tensor) -> torch.Tensor:
         """Context `[b, n, d]` from tapped features `[b, n, T*d]`, concatenated in the order of `target_layer_ids`."""

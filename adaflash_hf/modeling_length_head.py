@@ -6,12 +6,12 @@ It reads hidden states only, never sampled tokens, so that a length chosen with 
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from .configuration_adaflash import AdaptiveLengthConfig
+from .hub import HubModel
 
 
-class AdaptiveLengthHead(PreTrainedModel):
+class AdaptiveLengthHead(HubModel):
     """Bottleneck network over `[mean over the block; one position]`.
 
     `length` looks at the last position and answers one logit per block, whose sigmoid times the block size is the

@@ -1,11 +1,14 @@
-"""Loads a published DFlash drafter and its target from the Hub and generates. Needs a GPU and a connection.
+"""Loads a published drafter and its target from the Hub and generates. Needs a GPU and a connection.
 
     python examples/load_from_hub.py --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16
 
-Drafters of Qwen3 are trained with thinking off, and accept far less with it on, so the flag is passed to the template.
+Any layout that the package reads will do; `--revision` and `--subfolder` say where in the repo. A drafter trained with
+thinking off accepts far less with it on, so the template gets the flags that the drafter's card records; where it
+records none (other people's repos), `--chat_template_kwargs`.
 """
 
 import argparse
+import json
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,21 +20,28 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="Qwen/Qwen3-8B")
     parser.add_argument("--drafter", default="z-lab/Qwen3-8B-DFlash-b16")
+    parser.add_argument("--revision", default=None, help="Branch, tag or commit of the drafter.")
+    parser.add_argument("--subfolder", default="", help="Folder inside the drafter's repo.")
     parser.add_argument("--prompt", default="How many positive whole-number divisors does 196 have?")
     parser.add_argument("--max_new_tokens", type=int, default=512)
-    parser.add_argument("--enable_thinking", action="store_true", help="Only for drafters trained with thinking on.")
+    parser.add_argument("--chat_template_kwargs", type=json.loads, default={"enable_thinking": False})
     arguments = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.bfloat16).to(device)
-    drafter = AdaFlashDrafter.from_pretrained(arguments.drafter, dtype=torch.bfloat16).to(device)
+    drafter = AdaFlashDrafter.from_pretrained(
+        arguments.drafter, revision=arguments.revision, subfolder=arguments.subfolder, dtype=torch.bfloat16
+    ).to(device)
+    flags = drafter.card.chat_template_kwargs
+    flags = arguments.chat_template_kwargs if flags is None else flags
+    print(f"template flags: {flags}")
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
     inputs = tokenizer.apply_chat_template(
         [{"role": "user", "content": arguments.prompt}],
         add_generation_prompt=True,
         return_dict=True,
         return_tensors="pt",
-        enable_thinking=arguments.enable_thinking,
+        **flags,
     ).to(device)
     output = target.generate(
         **inputs,

@@ -5,11 +5,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+from transformers import LlamaConfig, LlamaForCausalLM, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.cache_utils import DFlashCache
 
-from adaflash_hf import checkpoints
-from adaflash_hf.checkpoints import save_zlab
+from adaflash_hf.checkpoints import LAYOUTS, convert, reading, save_drafter
 from adaflash_hf.configuration_adaflash import AdaFlashConfig, AdaFlashGenerationConfig
 from adaflash_hf.errors import AdaFlashValueError
 from adaflash_hf.modeling_adaflash import AdaFlashDrafter
@@ -327,7 +326,7 @@ def test_dtype(tmp_path, monkeypatch):
     assert AdaFlashDrafter.from_pretrained(zlab(tmp_path, drafter, dtype=None)).dtype == torch.bfloat16
 
     warned = []
-    monkeypatch.setattr(checkpoints.logger, "warning_once", warned.append)
+    monkeypatch.setattr(reading.logger, "warning_once", warned.append)
     assert AdaFlashDrafter.from_pretrained(folder, dtype="float16").dtype == torch.float16
     assert "float16" in warned[0]
 
@@ -353,7 +352,7 @@ def test_generation_config(tmp_path):
     drafter = make_drafter()
     drafter.generation_config.length_rate = 1.3
     drafter.save_pretrained(tmp_path / "ours")
-    save_zlab(drafter, tmp_path / "zlab")
+    save_drafter(drafter, tmp_path / "zlab", "zlab")
     for folder in (tmp_path / "ours", tmp_path / "zlab"):
         assert AdaFlashDrafter.from_pretrained(folder).generation_config.length_rate == 1.3
         policy = AdaFlashGenerationConfig(length_rate=2.0)
@@ -379,27 +378,28 @@ def test_generation_config(tmp_path):
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 20000.0}},
     ],
 )
-def test_save_zlab_round_trip(tmp_path, values):
+def test_zlab_written_round_trip(tmp_path, values):
     drafter = make_drafter(**values)
-    save_zlab(drafter, tmp_path)
+    save_drafter(drafter, tmp_path, "zlab")
     loaded = AdaFlashDrafter.from_pretrained(tmp_path)
     assert_same(loaded, drafter)
     written = json.loads((tmp_path / "config.json").read_text())
-    save_zlab(loaded, tmp_path)
+    save_drafter(loaded, tmp_path, "zlab")
     assert json.loads((tmp_path / "config.json").read_text()) == written
     assert_same(AdaFlashDrafter.from_pretrained(tmp_path), drafter)
     for key in ("block_size", "rms_norm_eps", "layer_types", "sliding_window", "sliding_window_causal"):
         assert getattr(loaded.config, key) == getattr(drafter.config, key)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "card.json",
         "config.json",
         "generation_config.json",
         "model.safetensors",
     ]
 
 
-def test_save_zlab_layout(tmp_path):
+def test_zlab_written_layout(tmp_path):
     drafter = make_drafter(**MIXED, length_head=HEAD)
-    save_zlab(drafter, tmp_path)
+    save_drafter(drafter, tmp_path, "zlab")
     written = json.loads((tmp_path / "config.json").read_text())
     fixture = zlab_config(drafter)
     del fixture["auto_map"]
@@ -410,7 +410,7 @@ def test_save_zlab_layout(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     assert tensors.keys() == zlab_tensors(drafter).keys()
 
-    save_zlab(drafter, tmp_path, include_length_head=False)
+    save_drafter(drafter, tmp_path, "zlab", include_length_head=False)
     assert "use_thresh_head_two_model" not in json.loads((tmp_path / "config.json").read_text())["dflash_config"]
     assert not any("head" in name for name in load_file(tmp_path / "model.safetensors"))
     assert AdaFlashDrafter.from_pretrained(tmp_path).length_head is None
@@ -431,15 +431,15 @@ def test_save_zlab_layout(tmp_path):
         ),
     ],
 )
-def test_save_zlab_refuses(tmp_path, values, key):
+def test_zlab_written_refuses(tmp_path, values, key):
     with pytest.raises(AdaFlashValueError, match=key):
-        save_zlab(make_drafter(**values), tmp_path / "out")
+        save_drafter(make_drafter(**values), tmp_path / "out", "zlab")
     assert not (tmp_path / "out").exists()
 
 
-def test_save_zlab_without_survival_head(tmp_path):
+def test_zlab_written_without_survival_head(tmp_path):
     drafter = make_drafter(length_head=HEAD | {"kind": "survival"})
-    save_zlab(drafter, tmp_path, include_length_head=False)
+    save_drafter(drafter, tmp_path, "zlab", include_length_head=False)
     assert AdaFlashDrafter.from_pretrained(tmp_path).length_head is None
 
 
@@ -459,6 +459,295 @@ def test_own_layout_round_trip(tmp_path, start):
     assert_same(AdaFlashDrafter.from_pretrained(folder), drafter)
 
 
+# --- published repos, as they are -----------------------------------------------------------------------------------
+
+_LLAMA3 = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+_V1 = {
+    "architectures": ["DFlashDraftModel"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "dtype": "bfloat16",
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_window_layers": 5,
+    "model_type": "qwen3",
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "use_sliding_window": False,
+}
+# Keys of published config.json files, and their values as far as they are known (block size and mask token of the
+# Llama drafter are from memory).
+PUBLISHED = {
+    "z-lab/Qwen3-8B-DFlash-b16": _V1
+    | {
+        "block_size": 16,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "layer_types": ["full_attention"] * 5,
+        "max_position_embeddings": 40960,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 8,
+        "num_target_layers": 36,
+        "rope_theta": 1000000,
+        "vocab_size": 151936,
+    },
+    "z-lab/Qwen3-Coder-30B-A3B-DFlash": _V1
+    | {
+        "block_size": 16,
+        "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 12, 23, 34, 45]},
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "layer_types": ["full_attention"] * 8,
+        "max_position_embeddings": 262144,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 8,
+        "num_key_value_heads": 4,
+        "num_target_layers": 48,
+        "rope_theta": 10000000,
+        "vocab_size": 151936,
+    },
+    "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat": _V1
+    | {
+        "block_size": 10,
+        "dflash_config": {"mask_token_id": 128002, "target_layer_ids": [1, 8, 15, 22, 29]},
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "layer_types": ["full_attention"] * 5,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 8,
+        "num_target_layers": 32,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": _LLAMA3,
+        "rope_theta": 500000.0,
+        "vocab_size": 128256,
+    },
+    "z-lab/Qwen3.6-27B-DFlash": _V1
+    | {
+        "dflash_config": {"block_size": 16, "mask_token_id": 248070, "target_layer_ids": [1, 16, 31, 46, 61]},
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
+        "max_position_embeddings": 262144,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 8,
+        "num_target_layers": 64,
+        "rope_theta": 10000000,
+        "sliding_window": 2048,
+        "use_sliding_window": True,
+        "vocab_size": 248320,
+    },
+    # No layer_types, no num_target_layers, the transformers 5 schema of RoPE.
+    "z-lab/Qwen3.5-122B-A10B-DFlash": {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "hidden_size": 3072,
+        "num_hidden_layers": 6,
+        "vocab_size": 248320,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 9216,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000},
+        "max_position_embeddings": 262144,
+        "use_sliding_window": True,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "dflash_config": {
+            "block_size": 16,
+            "mask_token_id": 248077,
+            "target_layer_ids": [1, 7, 14, 20, 26, 32, 39, 45],
+        },
+    },
+}
+PUBLISHED["AdaFlash/Qwen3-8B-AdaFlash"] = PUBLISHED["z-lab/Qwen3-8B-DFlash-b16"] | {
+    "dflash_config": {
+        "mask_token_id": 151669,
+        "target_layer_ids": [1, 9, 17, 25, 33],
+        "use_thresh_head_two_model": True,
+        "thresh_head_bottleneck_dim": 256,
+        "thresh_head_direct_len": True,
+    }
+}
+
+
+def published_tensors(config: dict) -> dict:
+    """The names of a published v1 state dict, in a width that fits a test."""
+    width, heads, key_heads, size = (
+        config[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    inner = config["intermediate_size"]
+    shapes = {
+        "fc.weight": (width, width * len(config["dflash_config"]["target_layer_ids"])),
+        "hidden_norm.weight": (width,),
+        "norm.weight": (width,),
+    }
+    for i in range(config["num_hidden_layers"]):
+        for name, shape in {
+            "self_attn.q_proj": (heads * size, width),
+            "self_attn.k_proj": (key_heads * size, width),
+            "self_attn.v_proj": (key_heads * size, width),
+            "self_attn.o_proj": (width, heads * size),
+            "self_attn.q_norm": (size,),
+            "self_attn.k_norm": (size,),
+            "mlp.gate_proj": (inner, width),
+            "mlp.up_proj": (inner, width),
+            "mlp.down_proj": (width, inner),
+            "input_layernorm": (width,),
+            "post_attention_layernorm": (width,),
+        }.items():
+            shapes[f"layers.{i}.{name}.weight"] = shape
+    if config["dflash_config"].get("use_thresh_head_two_model"):
+        bottleneck = config["dflash_config"]["thresh_head_bottleneck_dim"]
+        shapes |= {
+            "thresh_head_two_model.down.weight": (bottleneck, 2 * width),
+            "thresh_head_two_model.down.bias": (bottleneck,),
+            "thresh_head_two_model.res.0.weight": (bottleneck, bottleneck),
+            "thresh_head_two_model.res.0.bias": (bottleneck,),
+            "thresh_head_two_model.out.weight": (1, bottleneck),
+            "thresh_head_two_model.out.bias": (1,),
+        }
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator).to(torch.bfloat16) * 0.1 for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("repo", PUBLISHED)
+def test_published(tmp_path, repo):
+    small = {"hidden_size": 24, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = PUBLISHED[repo] | small | {"head_dim": 8}
+    tensors = published_tensors(config)
+    drafter = AdaFlashDrafter.from_pretrained(write(tmp_path / "a", config, tensors))
+    read, inner = drafter.config, config["dflash_config"]
+    assert read.block_size == config.get("block_size", inner.get("block_size"))
+    assert read.mask_token_id == inner["mask_token_id"] and read.target_layer_ids == inner["target_layer_ids"]
+    assert read.num_target_layers == config.get("num_target_layers")
+    assert read.vocab_size == config["vocab_size"] and drafter.dtype == torch.bfloat16
+    assert read.layer_types == config.get("layer_types", ["full_attention"] * config["num_hidden_layers"])
+    assert read.sliding_window == (config["sliding_window"] if "sliding_attention" in read.layer_types else None)
+    assert (read.rope_parameters["rope_type"] == "llama3") == ("LLaMA3.1" in repo)
+    theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
+    assert read.rope_parameters["rope_theta"] == theta
+    assert (drafter.length_head is not None) == repo.startswith("AdaFlash/")
+    assert sum(p.numel() for p in drafter.parameters()) == sum(t.numel() for t in tensors.values())
+
+    convert(tmp_path / "a", tmp_path / "b", "zlab")
+    back = load_file(tmp_path / "b" / "model.safetensors")
+    assert back.keys() == tensors.keys() and all(torch.equal(back[name], tensors[name]) for name in tensors)
+
+
+# --- converting -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "values",
+    [{}, MIXED | {"sliding_window_causal": False}, {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}],
+)
+def test_convert_round_trip(tmp_path, layout, values):
+    drafter = make_drafter(**values, target_model="org/target", bos_token_id=2)
+    drafter.generation_config.num_assistant_tokens = 2
+    drafter.card.training_data = "Some words."
+    drafter.save_pretrained(tmp_path / "a")
+    convert(tmp_path / "a", tmp_path / "b", layout)
+    convert(tmp_path / "b", tmp_path / "c", "adaflash", target_model="org/target")
+    loaded = AdaFlashDrafter.from_pretrained(tmp_path / "c")
+    assert_same(loaded, drafter)
+    ours, theirs = drafter.config.to_dict(), loaded.config.to_dict()
+    left_out = {"max_window_layers", "auto_map", "dtype", "_name_or_path", "architectures", "transformers_version"}
+    assert {key: theirs[key] for key in ours.keys() - left_out} == {key: ours[key] for key in ours.keys() - left_out}
+    assert loaded.generation_config.num_assistant_tokens == 2
+    assert loaded.card.training_data == "Some words."
+
+
+@pytest.mark.parametrize("start", [name for name in LAYOUTS if name != "adaflash"])
+@pytest.mark.parametrize("end", [name for name in LAYOUTS if name != "adaflash"])
+def test_convert_between_foreign_layouts(tmp_path, start, end):
+    drafter = make_drafter()
+    save_drafter(drafter, tmp_path / "a", start)
+    convert(tmp_path / "a", tmp_path / "b", end)
+    assert_same(AdaFlashDrafter.from_pretrained(tmp_path / "b"), drafter)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_convert_draft_vocabulary_to_speculators(tmp_path, tied):
+    drafter = make_drafter(draft_vocab_size=5, label_convention="sample_from_anchor")
+    drafter.draft_token_ids.copy_(torch.tensor([0, 3, 4, 40, 95]))
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=8, num_hidden_layers=1, tie_word_embeddings=tied
+    )
+    target = LlamaForCausalLM(config)
+    target.save_pretrained(tmp_path / "target", max_shard_size="5KB" if tied else "1GB")
+    save_drafter(drafter, tmp_path / "a", "speculators", target=tmp_path / "target")
+    written = load_file(tmp_path / "a" / "model.safetensors")
+    rows = target.get_output_embeddings().weight[[0, 3, 4, 40, 95]]
+    assert torch.equal(written["lm_head.weight"], rows) and written["d2t"].tolist() == [0, 2, 2, 37, 91]
+    assert written["t2d"].nonzero().flatten().tolist() == [0, 3, 4, 40, 95] and "draft_token_ids" not in written
+    assert_same(AdaFlashDrafter.from_pretrained(tmp_path / "a"), drafter)
+
+    with pytest.raises(AdaFlashValueError, match="pass `target`"):
+        save_drafter(drafter, tmp_path / "b", "speculators")
+    drafter.draft_token_ids.copy_(torch.tensor([3, 0, 4, 40, 95]))
+    with pytest.raises(AdaFlashValueError, match="ascending"):
+        save_drafter(drafter, tmp_path / "b", "speculators", target=tmp_path / "target")
+    assert not (tmp_path / "b").exists()
+
+
+def test_in_tree_reads_what_was_written(tmp_path):
+    drafter = make_drafter(layer_types=["sliding_attention"] * 2, sliding_window=6, sliding_window_causal=False)
+    save_drafter(drafter, tmp_path, "transformers")
+    assistant, info = MuseGlimmerAssistantModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    torch.testing.assert_close(draft(assistant.eval()), draft(drafter))
+
+
+@pytest.mark.parametrize(
+    ("layout", "values", "key"),
+    [
+        ("speculators", {"use_qk_norm": False}, "use_qk_norm"),
+        ("speculators", {"length_head": HEAD}, "length_head.*no_include_length_head"),
+        ("transformers", {"use_qk_norm": False}, "use_qk_norm"),
+        ("transformers", {"label_convention": "sample_from_anchor"}, "label_convention"),
+        ("transformers", {"draft_vocab_size": 5}, "draft_vocab_size"),
+        ("transformers", {"attention_bias": True}, "attention_bias"),
+        ("transformers", {"length_head": HEAD}, "length_head.*no_include_length_head"),
+        ("transformers", MIXED, "sliding_window_causal.*both directions"),
+        ("gguf", {}, "gguf.*adaflash, zlab, speculators, transformers"),
+    ],
+)
+def test_convert_refuses(tmp_path, layout, values, key):
+    drafter = make_drafter(**values)
+    drafter.save_pretrained(tmp_path / "a")
+    with pytest.raises(AdaFlashValueError, match=key) as caught:
+        convert(tmp_path / "a", tmp_path / "out", layout)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_convert_keeps_out_of_used_folders(tmp_path):
+    make_drafter().save_pretrained(tmp_path / "a")
+    with pytest.raises(AdaFlashValueError, match="isn't empty"):
+        convert(tmp_path / "a", tmp_path / "a", "zlab")
+
+
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
@@ -472,10 +761,10 @@ def test_own_layout_round_trip(tmp_path, start):
         ({"dflash_config.mask_token_id": VOCAB}, "mask_token_id"),
         ({"dflash_config.target_layer_ids": None}, "target_layer_ids"),
         ({"dflash_config.target_layer_ids": [0, 2, 4]}, "target_layer_ids"),
-        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2.*architectures"),
+        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2.*architectures.*needs.*convolutions.*selector"),
         ({"dflash_config.conv_kernel_size": 2}, "DFlash2.*conv_kernel_size"),
-        ({"dflash_config.projector_type": "domino"}, "Domino.*projector_type"),
-        ({"architectures": ["Qwen3DSparkModel"]}, "DSpark.*architectures"),
+        ({"dflash_config.projector_type": "domino"}, "Domino.*projector_type.*needs a GRU head"),
+        ({"architectures": ["Qwen3DSparkModel"]}, "DSpark.*architectures.*needs a Markov head"),
         ({"markov_rank": 256}, "DSpark.*markov_rank"),
         ({"speculators_model_type": "eagle3"}, "eagle3"),
         ({"model_type": "llama"}, "model_type"),
