@@ -22,6 +22,7 @@ from adaflash_hf.target import Target
 from adaflash_hf.training.prompts import DOMAINS, training_prompts
 from adaflash_hf.training.rollouts import build_feature_shards, end_tokens, frequent_tokens
 from adaflash_hf.training.trainer import AdaFlashTrainer, AdaFlashTrainingArguments
+from adaflash_hf.training.warm_start import warm_start
 
 
 @dataclass
@@ -41,6 +42,7 @@ class ScriptArguments:
     )
     mask_token_id: int = field(default=3, metadata={"help": "A reserved id that never occurs in text."})
     length_head: str = field(default="survival", metadata={"help": "`survival`, `length` or `none`."})
+    warm_start: bool = field(default=False, metadata={"help": "Start from the target's own last layers."})
     bottleneck_size: int = field(default=128, metadata={"help": "Inner width of the length head."})
 
 
@@ -53,6 +55,9 @@ def spread_layers(num_layers: int, taps: int) -> list[int]:
 
 def drafter_config(target, script: ScriptArguments) -> AdaFlashConfig:
     text = target.config.get_text_config(decoder=True)
+    # Copied layers need the target's own modules; drafters from scratch learn better with normed queries and keys.
+    target_layer = target.get_decoder().layers[-1].state_dict()
+    use_qk_norm = not script.warm_start or "self_attn.q_norm.weight" in target_layer
     head = None
     if script.length_head != "none":
         head = {
@@ -70,6 +75,7 @@ def drafter_config(target, script: ScriptArguments) -> AdaFlashConfig:
         num_key_value_heads=text.num_key_value_heads,
         head_dim=getattr(text, "head_dim", None),
         rms_norm_eps=text.rms_norm_eps,
+        use_qk_norm=use_qk_norm,
         rope_parameters=text.rope_parameters,
         max_position_embeddings=text.max_position_embeddings,
         block_size=script.block_size,
@@ -110,7 +116,10 @@ def main():
     # 2. Train.
     torch.manual_seed(args.seed)
     drafter = AdaFlashDrafter(config)
-    drafter.norm.weight.data.copy_(model.get_decoder().norm.weight.data)
+    if script.warm_start:
+        warm_start(drafter, model)
+    else:
+        drafter.norm.weight.data.copy_(model.get_decoder().norm.weight.data)
     if config.draft_vocab_size is not None:
         drafter.draft_token_ids.copy_(frequent_tokens(dataset, config.draft_vocab_size, end_tokens(model)))
     trainer = AdaFlashTrainer(drafter, model, args, train_dataset=dataset)

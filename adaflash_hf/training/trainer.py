@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from ..errors import AdaFlashError, AdaFlashValueError
 from ..modeling_adaflash import AdaFlashDrafter
 from ..target import Target
-from .anchors import block_masks, sample_anchors
-from .data import FEATURE_KEYS, collate, target_features
+from .anchors import BlockAttention, sample_anchors
+from .data import FEATURE_KEYS, collate, noisy, target_features
 from .losses import DIVERGENCES, distillation_loss, position_weights
 
 
@@ -29,6 +29,10 @@ class AdaFlashTrainingArguments(TrainingArguments):
     divergence: str = field(default="reverse_kl", metadata={"help": f"The rest of the loss: one of {DIVERGENCES}."})
     kl_clip: float | None = field(default=10.0, metadata={"help": "Cap of the divergence per token, in nats."})
     position_decay: float = field(default=4.0, metadata={"help": "gamma of the position weights, in positions."})
+    feature_noise: float = field(
+        default=0.0,
+        metadata={"help": "Normal noise on context features in training, in standard deviations of each feature."},
+    )
     length_head_weight: float = field(default=1.0, metadata={"help": "Weight of the length head's loss."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "Left off: features must reach the model."})
 
@@ -40,6 +44,8 @@ class AdaFlashTrainingArguments(TrainingArguments):
             raise AdaFlashValueError(f"`alpha` is {self.alpha}: use 0 to 1.")
         if not self.position_decay > 0:
             raise AdaFlashValueError(f"`position_decay` is {self.position_decay}: use a number above 0.")
+        if not self.feature_noise >= 0:
+            raise AdaFlashValueError(f"`feature_noise` is {self.feature_noise}: use 0 or more (0.05 is usual).")
 
 
 class DistillationModel(nn.Module):
@@ -80,6 +86,8 @@ class DistillationModel(nn.Module):
         length, drafted = input_ids.shape[1], config.num_drafted_tokens
 
         # 1. Draft every block in one pass.
+        if self.training and self.settings.feature_noise > 0:
+            features = noisy(features, loss_mask, self.settings.feature_noise)
         slots = torch.arange(config.block_size, device=anchors.device)
         noise_ids = torch.full((batch, blocks, config.block_size), config.mask_token_id, device=anchors.device)
         noise_ids[..., 0] = input_ids.gather(1, anchors)
@@ -89,7 +97,7 @@ class DistillationModel(nn.Module):
         hidden = self.drafter(
             noise_embeds=noise,
             context_hidden_states=features,
-            attention_mask=self._masks(anchors, used, length),
+            ragged=BlockAttention(anchors, used, length, config),
             position_ids=torch.cat([context_positions, (anchors[..., None] + slots).reshape(batch, -1)], dim=1),
         ).last_hidden_state
         hidden = hidden.reshape(batch * blocks, config.block_size, -1)
@@ -106,20 +114,18 @@ class DistillationModel(nn.Module):
         teacher = teacher_hidden[rows, teacher_position].reshape(batch * blocks, drafted, -1)
 
         # 3. Losses.
-        weights = self.weights.expand_as(supervised)[supervised]
-        total, hit = distillation_loss(
-            self.drafter.drafted(hidden)[supervised],
-            teacher[supervised],
+        weights = self.weights * supervised
+        result = distillation_loss(
+            self.drafter.drafted(hidden),
+            teacher,
             self._head[0],
-            labels[supervised],
-            weights,
+            labels,
+            weights / weights.sum().clamp(min=1e-6),
             alpha=self.settings.alpha,
             divergence=self.settings.divergence,
             clip=self.settings.kl_clip,
         )
-        loss = total / weights.sum().clamp(min=1e-6)
-        matches = torch.zeros_like(supervised)
-        matches[supervised] = hit
+        loss, matches = result.loss, result.hits
         # On sampled text the teacher's next label follows from the token in the text, which may not be its argmax.
         actual = self.draft_index[input_ids.gather(1, position.reshape(batch, -1))].reshape(-1, drafted)
         going_on = matches & (labels == actual)
@@ -129,14 +135,6 @@ class DistillationModel(nn.Module):
             output["head_loss"] = self._head_loss(hidden.detach(), matches, reached, going_on)
             loss = loss + self.settings.length_head_weight * output["head_loss"]
         return {"loss": loss, **output}
-
-    def _masks(self, anchors, used, length):
-        masks = block_masks(anchors, used, length, self.config)
-        if self.config._attn_implementation != "eager":
-            return masks
-        # Eager attention adds its mask. The lowest number, not -inf: a row of -inf alone would become NaN.
-        low = torch.finfo(self.drafter.dtype).min
-        return {kind: torch.zeros_like(m, dtype=self.drafter.dtype).masked_fill(~m, low) for kind, m in masks.items()}
 
     def _head_loss(self, hidden, matches, reached, going_on):
         """`survival`: cross-entropy at each depth that was reached. `length`: AdaFlash's squared error to

@@ -9,8 +9,8 @@ from tiny import make_drafter, make_target
 from adaflash_hf import AdaFlashDrafter, AdaFlashError, AdaFlashValueError, collect_statistics
 from adaflash_hf.kernels.packed_linear import pack_linear_weights
 from adaflash_hf.target import Target
-from adaflash_hf.training.anchors import block_masks, sample_anchors
-from adaflash_hf.training.data import FeatureShards, collate, save_feature_shard
+from adaflash_hf.training.anchors import BlockAttention
+from adaflash_hf.training.data import FeatureShards, collate, noisy, save_feature_shard
 from adaflash_hf.training.rollouts import add_features, frequent_tokens
 from adaflash_hf.training.trainer import AdaFlashTrainer, AdaFlashTrainingArguments, DistillationModel
 
@@ -70,7 +70,7 @@ def test_training_and_decoding_draft_the_same(overrides):
         trained = drafter(
             noise_embeds=target.get_input_embeddings()(noise.reshape(1, -1)),
             context_hidden_states=sample["features"][None],
-            attention_mask=block_masks(anchors, used, ids.shape[1], drafter.config),
+            ragged=BlockAttention(anchors, used, ids.shape[1], drafter.config),
             position_ids=torch.cat([torch.arange(ids.shape[1])[None], slots], dim=1),
         ).last_hidden_state.reshape(3, 5, -1)
         for block, anchor in enumerate(anchors[0].tolist()):
@@ -97,7 +97,7 @@ def test_blocks_see_nothing_at_or_past_their_anchor():
             return drafter(
                 noise_embeds=target.get_input_embeddings()(noise.reshape(1, -1)),
                 context_hidden_states=features[None],
-                attention_mask=block_masks(anchors, used, len(tokens), drafter.config),
+                ragged=BlockAttention(anchors, used, len(tokens), drafter.config),
                 position_ids=torch.cat([torch.arange(len(tokens))[None], slots], dim=1),
             ).last_hidden_state.reshape(3, 5, -1)
 
@@ -110,14 +110,6 @@ def test_blocks_see_nothing_at_or_past_their_anchor():
         changed = ids.clone()
         changed[anchor - 1] = (changed[anchor - 1] + 1) % 30 + 2
         assert not torch.allclose(hidden(changed, ids[anchors[0]])[block], before[block], atol=1e-4)
-
-
-def test_anchors():
-    loss_mask = torch.tensor([[0, 0, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]]).bool()
-    anchors, used = sample_anchors(loss_mask, 4)
-    assert [row[mask].tolist() for row, mask in zip(anchors, used, strict=True)] == [[2, 3], [1, 2, 3, 4], []]
-    few, used = sample_anchors(loss_mask, 2)
-    assert used.sum(1).tolist() == [2, 2, 0] and len(set(few[1].tolist())) == 2
 
 
 def test_rows_without_anchors_give_a_finite_loss():
@@ -201,17 +193,6 @@ def test_arguments_are_checked(key, value, tmp_path):
         arguments(tmp_path, **{key: value})
 
 
-def test_eager_attention_masks_like_sdpa():
-    target, losses = make_target(), []
-    samples = [{"input_ids": ids, "prompt_length": 4} for ids in (list(range(2, 22)), [3] * 9)]
-    for implementation in ("sdpa", "eager"):
-        drafter = make_drafter()
-        drafter.set_attn_implementation(implementation)
-        torch.manual_seed(3)
-        losses.append(DistillationModel(drafter, target, arguments("/tmp/unused"))(**collate(samples))["loss"].item())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
 def test_a_packed_target_still_trains():
     target, drafter = make_target(), make_drafter(draft_vocab_size=12)
     pack_linear_weights(target)
@@ -237,3 +218,26 @@ def test_a_non_finite_gradient_stops_before_the_weights(tmp_path):
     with pytest.raises(AdaFlashError, match="gradient norm"):
         trainer.train()
     assert torch.equal(drafter.fc.weight, before)
+
+
+def test_feature_noise_follows_each_features_spread_over_responses():
+    features = torch.zeros(2, 500, 3)
+    features[:, 100:, 1] = torch.randn(2, 400) * 10
+    features[:, 0] = 1e6  # an outlier in the prompt
+    loss_mask = (torch.arange(500) >= 100).expand(2, -1)
+    noise = noisy(features, loss_mask, 0.05) - features
+    assert noise[..., [0, 2]].abs().max() == 0
+    assert noise[:, 1:, 1].std().item() == pytest.approx(0.5, rel=0.2)
+
+
+def test_feature_noise_is_for_training_only(tmp_path):
+    target, batch = make_target(), collate([{"input_ids": list(range(2, 22)), "prompt_length": 4}])
+    losses = {}
+    for amount in (0.0, 0.5):
+        model = DistillationModel(make_drafter(), target, arguments(tmp_path, feature_noise=amount))
+        losses[amount] = []
+        for training in (True, False):
+            torch.manual_seed(3)
+            losses[amount].append(model.train(training)(**batch)["loss"].item())
+    assert losses[0.5][1] == losses[0.0][1]
+    assert losses[0.5][0] != losses[0.0][0]
