@@ -81,7 +81,7 @@ class _Distillation(torch.autograd.Function):
         ctx, hidden, teacher_hidden, head, labels, weights, alpha, divergence, clip, acceptance_weight, with_acceptance
     ):
         needs_grad = ctx.needs_input_grad[0]
-        end_to_end = not isinstance(acceptance_weight, float) or acceptance_weight > 0
+        end_to_end = torch.is_tensor(acceptance_weight) or acceptance_weight > 0
         supervised = weights > 0
         total = torch.zeros((), device=hidden.device)
         hits = torch.zeros_like(supervised)

@@ -10,9 +10,12 @@ from adaflash_hf import AdaFlashDrafter, AdaFlashError, AdaFlashValueError, coll
 from adaflash_hf.kernels.packed_linear import pack_linear_weights
 from adaflash_hf.target import Target
 from adaflash_hf.training.anchors import BlockAttention
+from adaflash_hf.training.arguments import AdaFlashTrainingArguments
 from adaflash_hf.training.data import FeatureShards, collate, noisy, save_feature_shard
+from adaflash_hf.training.distillation import DistillationModel
+from adaflash_hf.training.length_head import HeadLabels, length_head_loss
 from adaflash_hf.training.rollouts import add_features, frequent_tokens
-from adaflash_hf.training.trainer import AdaFlashTrainer, AdaFlashTrainingArguments, DistillationModel
+from adaflash_hf.training.trainer import AdaFlashTrainer
 
 
 def arguments(folder, **overrides):
@@ -20,7 +23,7 @@ def arguments(folder, **overrides):
         "per_device_train_batch_size": 4,
         "learning_rate": 3e-3,
         "anchors_per_sequence": 16,
-        "max_steps": 150,
+        "max_steps": 100,
         "logging_steps": 25,
         "report_to": "none",
         "save_strategy": "no",
@@ -124,14 +127,14 @@ def test_rows_without_anchors_give_a_finite_loss():
 
 
 def test_head_labels_ignore_blocks_whose_end_is_unknown():
-    target, drafter = make_target(), make_drafter(head="length")
-    model = DistillationModel(drafter, target, arguments("/tmp/unused"))
-    hidden = torch.randn(2, 5, 32)
+    drafter = make_drafter(head="length")
     matches = torch.tensor([[True, True, False, False], [True, False, False, False]])
     reached = torch.tensor([[True, True, False, False], [True, True, False, False]])
-    logits = drafter.length_head(hidden)
-    expected = (logits[1].sigmoid() - 2 / 5) ** 2
-    assert model._head_loss(hidden, matches, reached, matches).item() == pytest.approx(expected.item(), rel=1e-5)
+    labels = HeadLabels(matches, matches, reached, reached)
+    logits = drafter.length_head(torch.randn(2, 5, 32))
+    total, count = length_head_loss(logits, labels, drafter.length_head.config)
+    assert count == 1
+    assert total.item() == pytest.approx(((logits[1].sigmoid() - 2 / 5) ** 2).item(), rel=1e-5)
 
 
 def test_cached_features_train_like_live_ones(tmp_path):
