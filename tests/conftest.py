@@ -5,7 +5,7 @@ import pytest
 import torch
 
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "training")]
 torch.set_num_threads(1)
 
 

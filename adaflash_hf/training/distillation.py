@@ -90,7 +90,7 @@ class DistillationModel(nn.Module):
             weights = self.weights * blocks.supervised
             acceptance_weight = settings.acceptance_weight
             if acceptance_weight > 0:
-                acceptance_weight /= self._share(blocks.supervised.any(dim=1).sum()).clamp(min=1)
+                acceptance_weight = acceptance_weight / self._share(blocks.supervised.any(dim=1).sum()).clamp(min=1)
             result = distillation_loss(
                 self.drafter.drafted(blocks.hidden),
                 blocks.teacher,
@@ -100,8 +100,7 @@ class DistillationModel(nn.Module):
                 alpha=settings.alpha,
                 divergence=settings.divergence,
                 clip=settings.kl_clip,
-                acceptance_weight=settings.acceptance_weight
-                and settings.acceptance_weight / self._share(used).clamp(min=1),
+                acceptance_weight=acceptance_weight,
                 with_acceptance=settings.length_head_labels == "sampling",
             )
         head_labels = HeadLabels.of(blocks, result)
