@@ -8,11 +8,11 @@ checkpoints, resume and push, is the Trainer's.
 
 import contextlib
 import json
-import tempfile
+import shutil
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -202,9 +202,13 @@ class AdaFlashTrainer(Trainer):
             finally:
                 self.drafter.train(training)
             return
-        with tempfile.TemporaryDirectory() as folder:
-            self._save_drafter(folder, self._state_dict())
-            yield AdaFlashDrafter.from_pretrained(folder).to(self.args.device)
+        folder = Path(self.args.output_dir) / ".whole"
+        self.save_model(folder, _internal_call=True)
+        self.accelerator.wait_for_everyone()
+        yield AdaFlashDrafter.from_pretrained(folder).to(self.args.device)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            shutil.rmtree(folder)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         with torch.no_grad():
@@ -214,10 +218,11 @@ class AdaFlashTrainer(Trainer):
     # Saving and loading
 
     def _state_dict(self) -> dict | None:
-        """The drafter's whole state, on every process that needs it; `None` where the module holds it itself."""
+        """The drafter's whole state on the first process, which all call; `None` where the module holds it itself."""
         if not self.is_fsdp_enabled:
             return None
-        state = self.accelerator.get_state_dict(self.model)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(self.model, options=options)
         return {key.removeprefix("drafter."): value for key, value in state.items()}
 
     def _save_drafter(self, folder, state_dict: dict | None) -> None:

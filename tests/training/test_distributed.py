@@ -1,9 +1,12 @@
 """Two processes on a CPU train like one."""
 
 import json
+import os
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from processes import together
 from test_trainer import arguments, greedy_samples
 from tiny import make_drafter, make_target
@@ -22,8 +25,22 @@ FSDP = {
 STEPS = 4
 
 
+def allow_fsdp_on_cpu():
+    """accelerate takes up FSDP on accelerators only; on gloo it works the same."""
+    original = AcceleratorState.__init__
+
+    def init(self, *args, fsdp_plugin=None, **kwargs):
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": fsdp_plugin}
+
+    AcceleratorState.__init__ = init
+
+
 def train(folder, samples, batch_size, resume=None):
     """Every eligible position is an anchor, so that nothing is drawn by chance."""
+    if "ACCELERATE_USE_FSDP" in os.environ:
+        allow_fsdp_on_cpu()
     options = {"max_steps": STEPS, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.5}
     target, drafter = make_target(), make_drafter(head="survival", draft_vocab_size=20)
     args = arguments(
