@@ -1,9 +1,10 @@
 """What a training run starts from: target, prompts and drafter, each from one dataclass of command-line arguments."""
 
+import sys
 from dataclasses import dataclass, field
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel
 
 from ..configuration_adaflash import AdaFlashConfig
 from ..default_target import load_default_target
@@ -21,7 +22,7 @@ class PromptArguments:
     dataset: str | None = field(
         default=None, metadata={"help": "Hub data set of prompts instead of the built-in ones."}
     )
-    prompt_column: str = field(default="prompt", metadata={"help": "Text column of `dataset`."})
+    prompt_column: str = field(default="prompt", metadata={"help": "Column of `dataset`: texts, or conversations."})
     prompts_per_domain: int = field(default=3000, metadata={"help": "Prompts of each built-in domain."})
 
 
@@ -44,6 +45,19 @@ class DrafterArguments:
     bottleneck_size: int = field(default=128, metadata={"help": "Inner width of the length head."})
 
 
+def parse_arguments(*types, **defaults):
+    """The dataclasses `types`, from command-line options or from one YAML file (`script.py recipe.yaml`).
+
+    Args:
+        defaults: replace the dataclasses' own defaults for options; a file states what it means.
+    """
+    parser = HfArgumentParser(types)
+    if len(sys.argv) == 2 and sys.argv[1].endswith((".yaml", ".yml")):
+        return parser.parse_yaml_file(sys.argv[1])
+    parser.set_defaults(**defaults)
+    return parser.parse_args_into_dataclasses()
+
+
 def load_target(arguments: PromptArguments, dtype: str | torch.dtype = "auto", device="auto"):
     """The target in evaluation mode, and its tokenizer."""
     if device == "auto":
@@ -63,7 +77,20 @@ def load_prompts(arguments: PromptArguments) -> list[str]:
     from datasets import load_dataset
 
     count = len(DOMAINS) * arguments.prompts_per_domain
-    return load_dataset(arguments.dataset, split="train")[arguments.prompt_column][:count]
+    rows = load_dataset(arguments.dataset, split="train")[arguments.prompt_column][:count]
+    return [row if isinstance(row, str) else first_user_message(row) for row in rows]
+
+
+def first_user_message(conversation: list[dict]) -> str:
+    """The text of a conversation's first user turn, in `role`/`content` or ShareGPT's `from`/`value` keys.
+
+    Raises:
+        AdaFlashValueError: when there is none.
+    """
+    for turn in conversation:
+        if turn.get("role", turn.get("from")) in ("user", "human"):
+            return turn.get("content", turn.get("value"))
+    raise AdaFlashValueError("A row of `prompt_column` has no user turn: name a column of texts or conversations.")
 
 
 def spread_layers(num_layers: int, taps: int) -> list[int]:

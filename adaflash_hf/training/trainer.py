@@ -237,6 +237,13 @@ class AdaFlashTrainer(Trainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    def save_drafter(self, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Saves the drafter alone, for use, in `dtype`. All processes call it."""
+        state_dict = self._state_dict()
+        if self.args.should_save:
+            self._save_drafter(folder, state_dict)
+            AdaFlashDrafter.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
+
     def _save_rng_state(self, output_dir):
         super()._save_rng_state(output_dir)
         # `trainer_state.json`, written next, says that the checkpoint is complete.
@@ -279,3 +286,18 @@ class _PublishVersions(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         if args.should_save:
             self.trainer.exchange.set_finished(True)
+
+
+class MeasureAcceptance(TrainerCallback):
+    """Logs tau per domain and accepted shares per position, measured by generating, every `every` steps.
+
+    Args:
+        trainer: one with `evaluation_prompts`.
+    """
+
+    def __init__(self, trainer: AdaFlashTrainer, every: int):
+        self.trainer, self.every = trainer, every
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % self.every == 0:
+            self.trainer.log(self.trainer.acceptance().metrics())

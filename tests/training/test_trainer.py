@@ -244,3 +244,51 @@ def test_feature_noise_is_for_training_only(tmp_path):
             losses[amount].append(model.train(training)(**batch)["loss"].item())
     assert losses[0.5][1] == losses[0.0][1]
     assert losses[0.5][0] != losses[0.0][0]
+
+
+def test_activation_checkpointing_changes_nothing(tmp_path):
+    """The step runs twice through the layers and gives the same gradients."""
+    target, grads = make_target(), []
+    samples = greedy_samples(target, 4)
+    for checkpointing in (False, True):
+        args = arguments(tmp_path, max_steps=2, logging_steps=1, activation_checkpointing=checkpointing)
+        trainer = AdaFlashTrainer(make_drafter(head="survival"), target, args, train_dataset=samples)
+        trainer.train()
+        assert trainer.drafter.layers[0].gradient_checkpointing == checkpointing
+        grads.append([entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry])
+    assert grads[0] == pytest.approx(grads[1], rel=1e-4)
+
+
+def test_a_stream_of_mixed_lengths(tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            for i in range(1000):
+                yield {"input_ids": list(range(2, 10 + i % 13)), "prompt_length": 3}
+
+    trainer = AdaFlashTrainer(make_drafter(), make_target(), arguments(tmp_path, max_steps=5), train_dataset=Stream())
+    trainer.train()
+    assert trainer.state.global_step == 5
+
+
+def test_the_head_has_its_own_learning_rate(tmp_path):
+    args = arguments(tmp_path, length_head_learning_rate=0.5, weight_decay=0.1)
+    trainer = AdaFlashTrainer(make_drafter(head="survival"), make_target(), args, train_dataset=[])
+    groups = trainer.create_optimizer().param_groups
+    head = {id(p) for p in trainer.drafter.length_head.parameters()}
+    rates = {(id(p) in head, group["lr"]) for group in groups for p in group["params"]}
+    assert rates == {(True, 0.5), (False, 3e-3)}
+    assert sum(len(group["params"]) for group in groups) == len(list(trainer.drafter.parameters()))
+
+
+@pytest.mark.parametrize(
+    "divergence, alpha, weight", [("reverse_kl", 0.0, 0.0), ("forward_kl", 0.5, 0.0), ("reverse_kl", 0.5, 2.0)]
+)
+def test_each_loss_lowers_itself(divergence, alpha, weight, tmp_path):
+    target = make_target()
+    args = arguments(tmp_path, max_steps=30, divergence=divergence, alpha=alpha, acceptance_weight=weight,
+                     length_head_labels="sampling", logging_steps=10)  # fmt: skip
+    drafter = make_drafter(head="survival", initializer_range=0.05)
+    trainer = AdaFlashTrainer(drafter, target, args, train_dataset=greedy_samples(target, 4))
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.8 * losses[0]
