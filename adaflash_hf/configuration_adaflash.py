@@ -27,6 +27,7 @@ class AdaptiveLengthConfig(PreTrainedConfig):
         block_size: slots of a block, anchor included.
         num_drafted_tokens: drafted positions of a block; `block_size - 1` unless the anchor slot drafts too.
         bottleneck_size: inner width of the head.
+        calibrated: whether a `survival` checkpoint holds `position_scale`, one over the temperature per position.
     """
 
     model_type = "adaflash_length_head"
@@ -36,6 +37,7 @@ class AdaptiveLengthConfig(PreTrainedConfig):
     block_size: int = 16
     num_drafted_tokens: int | None = None
     bottleneck_size: int = 256
+    calibrated: bool = False
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs):

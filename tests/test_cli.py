@@ -20,7 +20,7 @@ from adaflash_hf.cli.arguments import expand_config
 
 
 ROOT = Path(__file__).parent.parent
-OWN = ["train", "convert", "card", "generate"]
+OWN = ["train", "rollout", "bench", "convert", "card", "generate"]
 
 
 def test_overview(capsys):
@@ -37,7 +37,6 @@ def test_commands_are_imported_when_called():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.splitlines() == ["[]", "['bench', 'card', 'convert', 'generate', 'rollout', 'train']"]
-    assert cli.COMMANDS["rollout"][0] == "adaflash_hf.training.rollout_worker"
     assert cli.COMMANDS["bench"][0] == "adaflash_hf.evaluation.benchmark"
 
 
@@ -239,13 +238,14 @@ def test_generate_needs_a_target(tmp_path, capsys):
 
 
 def test_train(tmp_path, monkeypatch):
-    from adaflash_hf.cli import train
+    from adaflash_hf.training import setup
 
     save_target(tmp_path / "target", make_target())
-    monkeypatch.setattr(train, "training_prompts", lambda domain, count: ["w1 w2", "w3 w4 w5", "w6"][:count])
+    monkeypatch.setattr(setup, "training_prompts", lambda domain, count: ["w1 w2", "w3 w4 w5", "w6"][:count])
     (tmp_path / "c.yaml").write_text(
-        f"target: {tmp_path / 'target'}\noutput_dir: {tmp_path / 'out'}\nprompts_per_domain: 2\nmax_new_tokens: 8\n"
-        "num_taps: 1\nnum_layers: 1\nmask_token_id: 1\ndraft_vocab_size: 16\nmax_steps: 2\nblock_size: 4\n"
+        f"target: {tmp_path / 'target'}\noutput_dir: {tmp_path / 'out'}\nprompts_per_domain: 2\n"
+        "rollout_max_new_tokens: 8\nnum_taps: 1\nnum_layers: 1\nmask_token_id: 1\ndraft_vocab_size: 16\n"
+        "max_steps: 2\nblock_size: 4\n"
         "anchors_per_sequence: 4\nper_device_train_batch_size: 2\nuse_cpu: true\nbottleneck_size: 8\n"
     )
     assert cli.main(["train", "--config", str(tmp_path / "c.yaml"), "--disable_tqdm", "true"]) == 0

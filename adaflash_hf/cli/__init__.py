@@ -10,7 +10,7 @@ from .arguments import expand_config
 # Name -> (module with `main(argv)`, one line of help).
 COMMANDS = {
     "train": ("adaflash_hf.cli.train", "train a drafter and its length head for a target"),
-    "rollout": ("adaflash_hf.training.rollout_worker", "write training text with the newest drafter, beside `train`"),
+    "rollout": ("adaflash_hf.cli.rollout", "write training text with the newest drafter, beside `train`"),
     "bench": ("adaflash_hf.evaluation.benchmark", "measure accepted length and speed against plain `generate`"),
     "convert": ("adaflash_hf.cli.convert", "convert a drafter to the layout of another implementation"),
     "card": ("adaflash_hf.cli.card", "write a drafter's model card, with measured results"),

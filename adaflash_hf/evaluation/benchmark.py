@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 import transformers
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..cli.arguments import make_parser, parse
 from ..default_target import load_default_target, native_bfloat16
 from ..errors import AdaFlashValueError
 from ..generation.passes import target_costs
@@ -189,11 +190,11 @@ def bare_pass_seconds(target, tokens: int, context: int = 128, repeats: int = 5)
     return statistics.median(seconds[1:])
 
 
-def environment(target, arguments: BenchmarkArguments) -> dict:
+def environment(target, arguments: BenchmarkArguments, argv: list[str]) -> dict:
     """What the numbers depend on, the command included."""
     cuda = target.device.type == "cuda"
     return {
-        "command": " ".join(sys.argv),
+        "command": " ".join(["adaflash bench", *argv]),
         "device": torch.cuda.get_device_name(target.device) if cuda else platform.processor() or platform.machine(),
         "dtype": str(target.dtype),
         "native_bfloat16": native_bfloat16(target.device),
@@ -205,9 +206,18 @@ def environment(target, arguments: BenchmarkArguments) -> dict:
     }
 
 
-def main(argv: list[str] | None = None) -> None:
+DESCRIPTION = """\
+Tokens per second by concurrency: plain `generate`, transformers' own drafting and the policies of this package, in one
+run, as ratios. Without --target, the default target on this machine.
+
+  adaflash bench --drafter hub_cards/SmolLM2-135M-Instruct-AdaFlash --concurrency 1 8 --output runs/bench
+  adaflash bench --drafter z-lab/Qwen3-8B-DFlash-b16 --target Qwen/Qwen3-8B
+  adaflash bench --drafter hub_cards/SmolLM2-135M-Instruct-AdaFlash --cost"""
+
+
+def main(argv: list[str]) -> None:
     """`adaflash bench`."""
-    (arguments,) = HfArgumentParser(BenchmarkArguments).parse_args_into_dataclasses(argv)
+    (arguments,) = parse(make_parser("bench", DESCRIPTION, (BenchmarkArguments,)), argv)
     target, tokenizer, drafter = load(arguments)
     with torch.no_grad():
         costs = target_costs(Target(target, drafter.config), drafter)
@@ -223,7 +233,7 @@ def main(argv: list[str] | None = None) -> None:
         for temperature in arguments.temperatures
         for domain in arguments.domains
     ]
-    results = {"environment": environment(target, arguments), "costs": dataclasses.asdict(costs), "records": []}
+    results = {"environment": environment(target, arguments, argv), "costs": dataclasses.asdict(costs), "records": []}
     total = arguments.repeats * sum(
         len([m for m in arguments.methods if c == 1 or m not in SINGLE]) for _, c, _ in cells
     )

@@ -1,10 +1,15 @@
-"""Training blocks: anchors among response positions, and the mask that keeps each block to itself.
+"""Training blocks: anchors among response positions, and the attention that keeps each block to itself.
 
 The block anchored at position a sees context features strictly before a and its own slots, nothing else: features at
 or past the anchor would hold the answer, and other blocks hold other answers.
 """
 
 import torch
+from torch.utils.checkpoint import checkpoint
+
+
+# Scores of one group of blocks, over heads and batch: what bounds the memory of `BlockAttention`.
+_GROUP_ELEMENTS = 2**25
 
 
 def sample_anchors(loss_mask: torch.Tensor, count: int, generator=None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,31 +35,95 @@ def sample_anchors(loss_mask: torch.Tensor, count: int, generator=None) -> tuple
     return anchors.masked_fill(~used, 0), used
 
 
-def block_masks(anchors, used, context_length: int, config) -> dict[str, torch.Tensor]:
-    """Attention masks by layer type, bool `[b, 1, A*B, context_length + A*B]`, true where a slot may look.
+class BlockAttention:
+    """Attention of many training blocks at once, passed to the drafter as its `ragged` argument.
 
-    A sliding layer drops context further back than `sliding_window` from the slot, and is causal inside the block
-    where the configuration says so, exactly as the drafter does when decoding.
+    Each block looks at its context and at its own slots only, so scores are `[slots, context + block_size]`, never
+    `[slots, context + all slots]`. Blocks are taken in groups of ascending anchors, whose context ends at the group's
+    last anchor; groups are recomputed in the backward pass where more than one is needed. A sliding layer drops
+    context further back than `sliding_window` from the slot, and is causal inside the block where the configuration
+    says so, exactly as the drafter does when decoding.
+
+    Args:
+        anchors: int64 `[b, A]`, ascending in each row but for unused ones.
+        used: bool `[b, A]`; unused blocks see nothing but themselves.
+        context_length: tokens of context before the blocks' slots in keys and values.
+        config: the drafter's configuration.
     """
-    batch, blocks = anchors.shape
-    size = config.block_size
-    slots = torch.arange(size, device=anchors.device)
-    slot_position = (anchors[:, :, None] + slots).reshape(batch, -1)
-    block_of_slot = torch.arange(blocks, device=anchors.device).repeat_interleave(size)
-    context = torch.arange(context_length, device=anchors.device)
-    sees_context = (context < anchors.repeat_interleave(size, dim=1)[..., None]) & used.repeat_interleave(size, dim=1)[
-        ..., None
-    ]
-    same_block = (block_of_slot[:, None] == block_of_slot).expand(batch, -1, -1)
-    masks = {}
-    if "full_attention" in config.layer_types:
-        masks["full_attention"] = torch.cat([sees_context, same_block], dim=-1)[:, None]
-    if "sliding_attention" in config.layer_types:
-        reach = config.sliding_window - 1 if config.sliding_window_causal else config.sliding_window
-        near = context >= slot_position[..., None] - reach
-        offset = slots.repeat(blocks)
-        in_block = same_block & ((offset[:, None] - offset).abs() <= reach)
-        if config.sliding_window_causal:
-            in_block = in_block & (offset <= offset[:, None])
-        masks["sliding_attention"] = torch.cat([sees_context & near, in_block], dim=-1)[:, None]
-    return masks
+
+    def __init__(self, anchors: torch.Tensor, used: torch.Tensor, context_length: int, config):
+        self.context_length = context_length
+        self.size = config.block_size
+        blocks = anchors.shape[1]
+        row = context_length * self.size * config.num_attention_heads * anchors.shape[0]
+        # At least 4 groups, so that early blocks don't pay for late context.
+        per_group = max(1, min(_GROUP_ELEMENTS // row, -(-blocks // 4)))
+        ends = (anchors * used).amax(dim=0).tolist()
+        self.groups = [
+            (start, min(start + per_group, blocks), max(ends[start : start + per_group]))
+            for start in range(0, blocks, per_group)
+        ]
+        self.recompute = blocks * row > _GROUP_ELEMENTS
+        self.biases = {
+            kind: [self._bias(anchors, used, *group, config, kind == "sliding_attention") for group in self.groups]
+            for kind in set(config.layer_types)
+        }
+
+    def _bias(self, anchors, used, start, stop, end, config, sliding):
+        """0 where a slot may look, -inf elsewhere: float32 `[b, 1, 1, blocks, B, end + B]`."""
+        anchors, used = anchors[:, start:stop, None, None], used[:, start:stop, None, None]
+        slots = torch.arange(self.size, device=anchors.device)
+        context = torch.arange(end, device=anchors.device)
+        sees = ((context < anchors) & used).expand(-1, -1, self.size, -1)
+        inside = torch.ones(self.size, self.size, dtype=torch.bool, device=anchors.device)
+        if sliding:
+            reach = config.sliding_window - 1 if config.sliding_window_causal else config.sliding_window
+            sees = sees & (context >= anchors + slots[:, None] - reach)
+            inside = (slots[:, None] - slots).abs() <= reach
+            if config.sliding_window_causal:
+                inside = inside & (slots <= slots[:, None])
+        seen = torch.cat([sees, inside.expand(*sees.shape[:2], -1, -1)], dim=-1)
+        bias = torch.zeros(seen.shape, device=anchors.device).masked_fill_(~seen, float("-inf"))
+        return bias[:, None, None]
+
+    def attention(self, module, query, key, value, attention_mask, dropout=0.0, scaling=1.0, **kwargs):
+        """query `[b, h, A*B, D]`, key and value `[b, h_kv, n + A*B, D]` -> `[b, A*B, h, D]` and `None`, as attention
+        functions of transformers answer."""
+        batch, heads, slots, width = query.shape
+        groups = heads // key.shape[1]
+        blocks = slots // self.size
+        query = query.reshape(batch, key.shape[1], groups, blocks, self.size, width) * scaling
+        context_key, context_value = (x[:, :, : self.context_length] for x in (key, value))
+        own_key, own_value = (
+            x[:, :, self.context_length :].reshape(batch, key.shape[1], blocks, self.size, width) for x in (key, value)
+        )
+        kind = "full_attention" if module.sliding_window is None else "sliding_attention"
+        parts = []
+        for (start, stop, end), bias in zip(self.groups, self.biases[kind], strict=True):
+            arguments = (
+                query[:, :, :, start:stop],
+                context_key[:, :, :end],
+                context_value[:, :, :end],
+                own_key[:, :, start:stop],
+                own_value[:, :, start:stop],
+                bias,
+                dropout,
+            )
+            part = checkpoint(_attend, *arguments, use_reentrant=False) if self.recompute else _attend(*arguments)
+            parts.append(part)
+        output = torch.cat(parts, dim=3).reshape(batch, heads, slots, width)
+        return output.transpose(1, 2), None
+
+
+def _attend(query, context_key, context_value, own_key, own_value, bias, dropout):
+    """query `[b, h_kv, g, A, B, D]`, context `[b, h_kv, n, D]`, own `[b, h_kv, A, B, D]` -> like query."""
+    batch, heads, groups, blocks, size, width = query.shape
+    length = context_key.shape[2]
+    rows = query.flatten(2, 4)
+    from_context = (rows @ context_key.transpose(-1, -2)).reshape(batch, heads, groups, blocks, size, length)
+    from_block = query @ own_key[:, :, None].transpose(-1, -2)
+    scores = torch.cat([from_context, from_block], dim=-1).float().add_(bias)
+    weights = torch.softmax(scores, dim=-1).to(query.dtype)
+    weights = torch.nn.functional.dropout(weights, dropout)
+    out = weights[..., :length].flatten(2, 4) @ context_value
+    return out.reshape(query.shape) + weights[..., length:] @ own_value[:, :, None]

@@ -122,3 +122,12 @@ def collate(samples: Iterable[dict]) -> dict[str, torch.Tensor]:
             batch[key] = pad([sample[key] for sample in samples], batch_first=True)
         batch["teacher_argmax"] = batch["teacher_argmax"].long()
     return batch
+
+
+def noisy(features: torch.Tensor, loss_mask: torch.Tensor, amount: float) -> torch.Tensor:
+    """Features `[b, n, T*d]` plus normal noise of `amount` standard deviations of each feature. Deviations are those
+    over response tokens (`loss_mask`), since the first tokens of a prompt are often outliers in all layers."""
+    kept = features[loss_mask].float()
+    if len(kept) < 2:
+        return features
+    return features + torch.randn_like(features) * (amount * kept.std(dim=0)).to(features.dtype)

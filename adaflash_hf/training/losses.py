@@ -1,20 +1,27 @@
 """Distillation losses per drafted position, in float32 over the vocabulary.
 
-With student p_S and teacher p_T over the (draft) vocabulary and y the teacher's argmax:
+With student q and teacher p over the (draft) vocabulary and y the teacher's argmax:
 
-    loss_k = alpha * CE(y, p_S) + (1 - alpha) * D,   D = KL(p_S || p_T) (reverse, AdaFlash) or KL(p_T || p_S)
+    loss_k = alpha * CE(y, q) + (1 - alpha) * D,   D = KL(q || p) (reverse, AdaFlash) or KL(p || q)
 
 Each divergence is clipped per token first and averaged with the position weights after, so that the clip does not
-depend on how many tokens a batch holds.
+depend on how many tokens a batch holds. The end-to-end term of a block of g supervised positions is
+1 - (1/g) sum_j prod_{i<=j} a_i with a_k = sum_v min(p_k, q_k): one minus the share of the block that rejection
+sampling is expected to accept (teacher-forced).
+
+Logits exist for one chunk of blocks at a time. Gradients of these losses with respect to logits have closed forms, so
+each chunk's are pulled back to hidden states right away, and nothing of vocabulary size is kept or computed twice.
 """
 
+from dataclasses import dataclass
+
 import torch
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 
 DIVERGENCES = ("reverse_kl", "forward_kl")
-_CHUNK_ELEMENTS = 2**26
+# Logits of one chunk: what fits a CPU's cache, and what keeps a GPU busy.
+_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 
 
 def position_weights(num_drafted_tokens: int, gamma: float) -> torch.Tensor:
@@ -22,54 +29,148 @@ def position_weights(num_drafted_tokens: int, gamma: float) -> torch.Tensor:
     return torch.exp(-torch.arange(num_drafted_tokens) / gamma)
 
 
-def token_losses(student_logits, teacher_logits, labels, alpha: float, divergence: str, clip: float | None):
-    """Loss per token `[m]` from logits `[m, v]`; `labels` `[m]` is -1 where the argmax can't be drafted.
+@dataclass
+class DistillationLoss:
+    """What `distillation_loss` returns.
 
-    Such tokens, outside a draft vocabulary, have no cross-entropy term, and their teacher is renormalised over the
-    draft vocabulary.
+    Attributes:
+        loss: float32 scalar with a gradient.
+        hits: bool `[m, k]`, whether the student's argmax is the label; false where unsupervised.
+        acceptance: float32 `[m, k]`, a_k = sum_v min(p_k, q_k), 1 where unsupervised; `None` unless asked for.
     """
-    student = F.log_softmax(student_logits.float(), dim=-1)
-    loss = alpha * F.nll_loss(student, labels, ignore_index=-1, reduction="none") if alpha > 0 else 0.0
-    if alpha < 1:
-        teacher = F.log_softmax(teacher_logits.float(), dim=-1)
-        first, second = (student, teacher) if divergence == "reverse_kl" else (teacher, student)
-        kl = (first.exp() * (first - second)).sum(dim=-1)
-        if clip is not None:
-            kl = kl.clamp(max=clip)
-        loss = loss + (1 - alpha) * kl
-    return loss
+
+    loss: torch.Tensor
+    hits: torch.Tensor
+    acceptance: torch.Tensor | None
 
 
-def distillation_loss(hidden, teacher_hidden, head, labels, weights, *, alpha, divergence="reverse_kl", clip=None):
-    """Weighted sum of `token_losses` over rows, with logits made chunk by chunk so that memory stays flat.
+def distillation_loss(
+    hidden,
+    teacher_hidden,
+    head,
+    labels,
+    weights,
+    *,
+    alpha: float,
+    divergence: str = "reverse_kl",
+    clip: float | None = None,
+    acceptance_weight: float | torch.Tensor = 0.0,
+    with_acceptance: bool = False,
+) -> DistillationLoss:
+    """The loss of m blocks of k drafted positions, summed with weights.
 
     Args:
-        hidden: student hidden states `[m, d]`.
-        teacher_hidden: the target's final hidden states `[m, d]` at the position before each label.
+        hidden: student hidden states `[m, k, d]`.
+        teacher_hidden: the target's final hidden states `[m, k, d]` at the position before each label.
         head: hidden states -> logits, the same (frozen) head for both.
-        labels: int64 `[m]`, the teacher's argmax as an index of the draft vocabulary, or -1.
-        weights: float32 `[m]`.
-
-    Returns:
-        The scalar sum of weights times losses, and bool `[m]`, whether the student's argmax is the label.
+        labels: int64 `[m, k]`, the teacher's argmax as an index of the draft vocabulary, or -1 where it can't be
+            drafted: there is no cross-entropy then, and the teacher is renormalised over the draft vocabulary.
+        weights: float32 `[m, k]`; 0 where unsupervised, and such positions cost nothing.
+        acceptance_weight: weight of each block's end-to-end term; 0 leaves it out.
+        with_acceptance: also return `acceptance`.
     """
+    loss, hits, acceptance = _Distillation.apply(
+        hidden, teacher_hidden, head, labels, weights, alpha, divergence, clip, acceptance_weight, with_acceptance
+    )
+    return DistillationLoss(loss, hits, acceptance)
 
-    def piece(hidden, teacher_hidden, labels, weights):
-        student_logits = head(hidden)
-        with torch.no_grad():
-            teacher_logits = head(teacher_hidden) if alpha < 1 else None
-            hit = student_logits.argmax(dim=-1) == labels
-        losses = token_losses(student_logits, teacher_logits, labels, alpha, divergence, clip)
-        return (losses * weights).sum(), hit
 
-    with torch.no_grad():
-        vocabulary = head(hidden[:1].detach()).shape[-1]
-    rows = max(1, _CHUNK_ELEMENTS // vocabulary)
-    if len(hidden) <= rows:
-        return piece(hidden, teacher_hidden, labels, weights)
-    total, hits = 0.0, []
-    for part in zip(*(x.split(rows) for x in (hidden, teacher_hidden, labels, weights)), strict=True):
-        loss, hit = checkpoint(piece, *part, use_reentrant=False)
-        total = total + loss
-        hits.append(hit)
-    return total, torch.cat(hits)
+class _Distillation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, hidden, teacher_hidden, head, labels, weights, alpha, divergence, clip, acceptance_weight, with_acceptance
+    ):
+        needs_grad = ctx.needs_input_grad[0]
+        end_to_end = torch.is_tensor(acceptance_weight) or acceptance_weight > 0
+        supervised = weights > 0
+        total = torch.zeros((), device=hidden.device)
+        hits = torch.zeros_like(supervised)
+        acceptance = torch.ones(labels.shape, device=hidden.device) if end_to_end or with_acceptance else None
+        hidden_grad = torch.zeros_like(hidden) if needs_grad else None
+        elements = _CHUNK_ELEMENTS.get(hidden.device.type, _CHUNK_ELEMENTS["cuda"])
+        blocks = max(1, elements // (head(hidden[:1, 0]).shape[-1] * hidden.shape[1]))
+        for start in range(0, len(hidden), blocks):
+            rows = slice(start, start + blocks)
+            mask = supervised[rows]
+            with torch.set_grad_enabled(needs_grad):
+                student_hidden = hidden[rows][mask].detach().requires_grad_(needs_grad)
+                logits = head(student_hidden)
+            y = labels[rows][mask]
+            hits[rows] = hits[rows].masked_scatter(mask, logits.argmax(dim=-1) == y)
+            student, teacher = torch.log_softmax(logits.detach(), dim=-1, dtype=torch.float32), None
+            if alpha < 1 or acceptance is not None:
+                teacher = torch.log_softmax(head(teacher_hidden[rows][mask]), dim=-1, dtype=torch.float32)
+            grad = 0
+            if acceptance is not None:
+                a = _acceptance(student, teacher)
+                acceptance[rows] = acceptance[rows].masked_scatter(mask, a)
+            if end_to_end:
+                miss, slope = _expected_miss(acceptance[rows], mask)
+                total += acceptance_weight * miss
+                grad = _acceptance_gradient(student, teacher, acceptance_weight * slope[mask])
+            loss, token_grad = _token_loss(student, teacher, y, weights[rows][mask], alpha, divergence, clip)
+            total += loss
+            if needs_grad:
+                token_grad += grad
+                pulled = torch.autograd.grad(logits, student_hidden, token_grad.to(logits.dtype))[0]
+                hidden_grad[rows] = hidden_grad[rows].masked_scatter(mask[..., None], pulled)
+        ctx.save_for_backward(hidden_grad)
+        ctx.mark_non_differentiable(hits)
+        if acceptance is not None:
+            ctx.mark_non_differentiable(acceptance)
+        return total, hits, acceptance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, *unused):
+        (hidden_grad,) = ctx.saved_tensors
+        return (hidden_grad * grad).to(hidden_grad.dtype), *[None] * 9
+
+
+def _token_loss(student, teacher, labels, weights, alpha, divergence, clip):
+    """Weighted sum over tokens, and its gradient with respect to the student's logits `[m, v]`.
+
+    Takes log probabilities `[m, v]` of student and teacher and overwrites both.
+    """
+    index = labels.clamp(min=0)[:, None]
+    ce_weight = alpha * weights * (labels >= 0)
+    loss = -(student.gather(1, index).squeeze(1) * ce_weight).sum()
+    if alpha == 1:
+        grad = student.exp_().mul_(ce_weight[:, None])
+    else:
+        kl_weight = (1 - alpha) * weights
+        if divergence == "reverse_kl":  # dKL/dlogit = q (log q - log p - KL)
+            ratio = torch.sub(student, teacher, out=teacher)
+            q = student.exp_()
+            kl = torch.linalg.vecdot(q, ratio)
+            slope = kl_weight if clip is None else kl_weight * (kl <= clip)
+            grad = ratio.mul_(slope[:, None]).add_((ce_weight - slope * kl)[:, None]).mul_(q)
+        else:  # dKL/dlogit = q - p
+            p = teacher.exp()
+            kl = torch.linalg.vecdot(p, teacher.sub_(student))
+            slope = kl_weight if clip is None else kl_weight * (kl <= clip)
+            grad = student.exp_().mul_((slope + ce_weight)[:, None]).sub_(p.mul_(slope[:, None]))
+        loss = loss + ((kl if clip is None else kl.clamp(max=clip)) * kl_weight).sum()
+    return loss, grad.scatter_add_(1, index, -ce_weight[:, None])
+
+
+def _acceptance(student, teacher):
+    """a `[m]` = sum_v min(p, q) from log probabilities `[m, v]`."""
+    return torch.minimum(student, teacher).exp_().sum(dim=-1)
+
+
+def _acceptance_gradient(student, teacher, slope):
+    """The gradient `[m, v]` of sum(slope * a) with respect to the student's logits."""
+    q = student.exp()
+    kept = q * (student < teacher)
+    return kept.sub_(q.mul_(kept.sum(dim=-1, keepdim=True))).mul_(slope[:, None])
+
+
+def _expected_miss(acceptance, supervised):
+    """Sum over blocks of 1 - (1/g) sum_j prod_{i<=j} a_i for a `[m, k]`, and its gradient with respect to a."""
+    with torch.enable_grad():
+        a = acceptance.detach().requires_grad_()
+        count = supervised.sum(dim=1)
+        share = (a.cumprod(dim=1) * supervised).sum(dim=1) / count.clamp(min=1)
+        miss = ((1 - share) * (count > 0)).sum()
+    return miss.detach(), torch.autograd.grad(miss, a)[0]

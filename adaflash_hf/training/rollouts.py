@@ -1,9 +1,11 @@
 """The text a drafter learns from: the target's own responses to prompts, as token ids, with features beside them."""
 
+import dataclasses
 import hashlib
 import json
 import random
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,8 +13,24 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import is_progress_bar_enabled
 
+from ..generation.statistics import collect_statistics
+from ..modeling_adaflash import AdaFlashDrafter
 from ..target import Target
 from .data import FEATURE_KEYS, FeatureShards, collate, save_feature_shard, target_features
+
+
+@dataclass
+class Sampling:
+    """How responses are drawn: temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def options(self) -> dict:
+        if self.temperature == 0:
+            return {"do_sample": False}
+        return {"do_sample": True, **dataclasses.asdict(self)}
 
 
 def respond(
@@ -20,42 +38,72 @@ def respond(
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[str],
     max_new_tokens: int = 256,
-    temperature: float = 0.0,
+    sampling: Sampling | None = None,
     chat_template_kwargs: dict | None = None,
+    drafter: AdaFlashDrafter | None = None,
 ) -> list[dict]:
     """The target's responses to user messages, one batch.
 
     Args:
-        temperature: 0 is greedy; otherwise plain sampling.
+        sampling: greedy when left out.
         chat_template_kwargs: template flags such as `enable_thinking`; acceptance drops when they differ in use.
+        drafter: drafts for the target; the responses are the target's own all the same.
 
     Returns:
-        Per prompt `input_ids` (prompt and response, without padding, the end token included) and `prompt_length`.
+        Per prompt `input_ids` (prompt and response, without padding, the end token included), `prompt_length`,
+        `finish_reason` (`stop` or `length`) and `accepted_lengths`, tokens committed by each verify step.
     """
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    inputs = tokenizer.apply_chat_template(
-        conversations,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-        padding=True,
-        tokenizer_kwargs={"padding_side": "left"},
-        **(chat_template_kwargs or {}),
-    ).to(model.device)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    options = sampling if temperature > 0 else {"do_sample": False}
-    sequences = model.generate(**inputs, max_new_tokens=max_new_tokens, **options)
-    width = inputs["input_ids"].shape[1]
+    rows = [template_ids(tokenizer, prompt, chat_template_kwargs) for prompt in prompts]
+    return complete(model, rows, max_new_tokens, sampling, drafter)
+
+
+def template_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, chat_template_kwargs: dict | None) -> list[int]:
+    """The token ids of one user message, up to where the answer starts."""
+    conversation = [{"role": "user", "content": prompt}]
+    options = chat_template_kwargs or {}
+    encoded = tokenizer.apply_chat_template(
+        conversation, add_generation_prompt=True, tokenize=True, return_dict=True, **options
+    )
+    return encoded["input_ids"]
+
+
+def complete(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    drafter: AdaFlashDrafter | None = None,
+) -> list[dict]:
+    """`respond` for prompts that are token ids already."""
+    width = max(map(len, prompts))
+    input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    attention_mask = torch.zeros_like(input_ids)
+    for i, prompt in enumerate(prompts):
+        input_ids[i, width - len(prompt) :] = torch.tensor(prompt)
+        attention_mask[i, width - len(prompt) :] = 1
     ends = set(end_tokens(model))
+    with collect_statistics() as calls:
+        sequences = model.generate(
+            input_ids=input_ids.to(model.device),
+            attention_mask=attention_mask.to(model.device),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=min(ends, default=0),
+            assistant_model=drafter,
+            **(sampling or Sampling()).options(),
+        )
+    accepted = calls[0].accepted_lengths if calls else [[] for _ in prompts]
     samples = []
-    for row, mask in zip(sequences.tolist(), inputs["attention_mask"].tolist(), strict=True):
-        prompt = row[width - sum(mask) : width]
+    for prompt, row, lengths in zip(prompts, sequences.tolist(), accepted, strict=True):
         response = row[width:]
-        end = next((i + 1 for i, token in enumerate(response) if token in ends), len(response))
-        samples.append({"input_ids": prompt + response[:end], "prompt_length": len(prompt)})
+        end = next((i + 1 for i, token in enumerate(response) if token in ends), None)
+        samples.append(
+            {
+                "input_ids": prompt + response[:end],
+                "prompt_length": len(prompt),
+                "finish_reason": "length" if end is None else "stop",
+                "accepted_lengths": lengths,
+            }
+        )
     return samples
 
 
@@ -118,7 +166,7 @@ def build_feature_shards(
         if path.exists():
             continue
         torch.manual_seed(seed + number)
-        samples = respond(target.model, tokenizer, sorted(texts, key=len), max_new_tokens, temperature)
+        samples = respond(target.model, tokenizer, sorted(texts, key=len), max_new_tokens, Sampling(temperature))
         save_feature_shard(path, add_features(target, samples), target.layer_ids)
     return FeatureShards(paths, target.layer_ids)
 

@@ -1,180 +1,131 @@
 """`AdaFlashTrainer`: a `transformers.Trainer` that distils a target into a drafter and its length head.
 
-Offline form: the text is fixed (the target's own responses, `training/rollouts.py`). Everything but the loss, that
-is devices, mixed precision, accumulation, logging, checkpoints, resume and push, is the Trainer's.
+`offline`: the text is fixed (the target's own responses, `training/rollouts.py`). `on_policy`: the target answers
+prompts with the drafter as it is being trained (`training/rollout_worker.py`), and the drafter is published every
+`steps_per_version` steps. Everything but data and loss, that is devices, mixed precision, accumulation, logging,
+checkpoints, resume and push, is the Trainer's.
 """
 
-from dataclasses import dataclass, field
+import contextlib
+import json
+import shutil
 from pathlib import Path
 
 import torch
-from torch import nn
-from torch.nn import functional as F
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..errors import AdaFlashError, AdaFlashValueError
+from ..evaluation.acceptance import AcceptanceReport, measure_acceptance
 from ..modeling_adaflash import AdaFlashDrafter
-from ..target import Target
-from .anchors import block_masks, sample_anchors
-from .data import FEATURE_KEYS, collate, target_features
-from .losses import DIVERGENCES, distillation_loss, position_weights
+from .arguments import AdaFlashTrainingArguments
+from .data import collate
+from .distillation import DistillationModel
+from .exchange import Exchange
+from .rollout_worker import RolloutWorker
+from .stream import RolloutStream
 
 
-@dataclass
-class AdaFlashTrainingArguments(TrainingArguments):
-    """TrainingArguments and the settings of distillation."""
-
-    anchors_per_sequence: int = field(default=512, metadata={"help": "Most blocks drawn from one sequence and step."})
-    alpha: float = field(default=0.8, metadata={"help": "Weight of cross-entropy on the teacher argmax, 0 to 1."})
-    divergence: str = field(default="reverse_kl", metadata={"help": f"The rest of the loss: one of {DIVERGENCES}."})
-    kl_clip: float | None = field(default=10.0, metadata={"help": "Cap of the divergence per token, in nats."})
-    position_decay: float = field(default=4.0, metadata={"help": "gamma of the position weights, in positions."})
-    length_head_weight: float = field(default=1.0, metadata={"help": "Weight of the length head's loss."})
-    remove_unused_columns: bool = field(default=False, metadata={"help": "Left off: features must reach the model."})
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.divergence not in DIVERGENCES:
-            raise AdaFlashValueError(f"`divergence` is {self.divergence!r}: use one of {DIVERGENCES}.")
-        if not 0 <= self.alpha <= 1:
-            raise AdaFlashValueError(f"`alpha` is {self.alpha}: use 0 to 1.")
-        if not self.position_decay > 0:
-            raise AdaFlashValueError(f"`position_decay` is {self.position_decay}: use a number above 0.")
-
-
-class DistillationModel(nn.Module):
-    """Drafter and target in one `forward` that does the whole step, as FSDP needs. Only the drafter has parameters
-    here; the target is reached through a plain reference and never trained, moved or saved."""
-
-    def __init__(self, drafter: AdaFlashDrafter, target: PreTrainedModel, args: AdaFlashTrainingArguments):
-        super().__init__()
-        self.drafter = drafter
-        self.config = drafter.config
-        self._target = (Target(target.eval().requires_grad_(False), drafter.config),)
-        self.settings = args
-        decay = position_weights(drafter.config.num_drafted_tokens, args.position_decay)
-        self.register_buffer("weights", decay, persistent=False)
-        self.register_buffer("draft_index", torch.arange(drafter.config.vocab_size), persistent=False)
-        self.read_draft_vocabulary()
-
-    def read_draft_vocabulary(self) -> None:
-        """Follows the drafter's `draft_token_ids`: the head's rows, and the index of each token among them or -1."""
-        token_ids = getattr(self.drafter, "draft_token_ids", None)
-        self._head = (self._target[0].head_rows(token_ids),)
-        if token_ids is not None:
-            self.draft_index.fill_(-1)
-            self.draft_index[token_ids.to(self.draft_index.device)] = torch.arange(len(token_ids)).to(self.draft_index)
-
-    def activation_checkpointing_enable(self, *args, **kwargs):
-        self.drafter.activation_checkpointing_enable(*args, **kwargs)
-
-    def forward(self, input_ids, attention_mask, loss_mask, features=None, teacher_hidden=None, teacher_argmax=None):
-        """Shapes as `data.collate` makes them. Returns `loss`, `hits` and `counts` (`[num_drafted_tokens]`, accepted
-        and trained positions by depth, each given that all before were accepted), and `head_loss`."""
-        config = self.config
-        if features is None:
-            made = target_features(self._target[0], input_ids, attention_mask)
-            features, teacher_hidden, teacher_argmax = (made[key] for key in FEATURE_KEYS)
-        anchors, used = sample_anchors(loss_mask, self.settings.anchors_per_sequence)
-        batch, blocks = anchors.shape
-        length, drafted = input_ids.shape[1], config.num_drafted_tokens
-
-        # 1. Draft every block in one pass.
-        slots = torch.arange(config.block_size, device=anchors.device)
-        noise_ids = torch.full((batch, blocks, config.block_size), config.mask_token_id, device=anchors.device)
-        noise_ids[..., 0] = input_ids.gather(1, anchors)
-        with torch.no_grad():
-            noise = self._target[0].embed(noise_ids.reshape(batch, -1))
-        context_positions = torch.arange(length, device=anchors.device).expand(batch, -1)
-        hidden = self.drafter(
-            noise_embeds=noise,
-            context_hidden_states=features,
-            attention_mask=self._masks(anchors, used, length),
-            position_ids=torch.cat([context_positions, (anchors[..., None] + slots).reshape(batch, -1)], dim=1),
-        ).last_hidden_state
-        hidden = hidden.reshape(batch * blocks, config.block_size, -1)
-
-        # 2. Supervised positions: drafted token k of anchor a is position a + k, its teacher sits at a + k - 1.
-        depth = torch.arange(1, drafted + 1, device=anchors.device)
-        position = anchors[..., None] + depth
-        inside = used[..., None] & (position < length)
-        position = position.clamp(max=length - 1)
-        supervised = (inside & loss_mask.gather(1, position.reshape(batch, -1)).reshape(position.shape)).flatten(0, 1)
-        teacher_position = (position - 1).reshape(batch, -1)
-        labels = self.draft_index[teacher_argmax.gather(1, teacher_position)].reshape(-1, drafted)
-        rows = torch.arange(batch, device=anchors.device)[:, None]
-        teacher = teacher_hidden[rows, teacher_position].reshape(batch * blocks, drafted, -1)
-
-        # 3. Losses.
-        weights = self.weights.expand_as(supervised)[supervised]
-        total, hit = distillation_loss(
-            self.drafter.drafted(hidden)[supervised],
-            teacher[supervised],
-            self._head[0],
-            labels[supervised],
-            weights,
-            alpha=self.settings.alpha,
-            divergence=self.settings.divergence,
-            clip=self.settings.kl_clip,
-        )
-        loss = total / weights.sum().clamp(min=1e-6)
-        matches = torch.zeros_like(supervised)
-        matches[supervised] = hit
-        # On sampled text the teacher's next label follows from the token in the text, which may not be its argmax.
-        actual = self.draft_index[input_ids.gather(1, position.reshape(batch, -1))].reshape(-1, drafted)
-        going_on = matches & (labels == actual)
-        reached = torch.cat([torch.ones_like(matches[:, :1]), going_on.cumprod(1)[:, :-1].bool()], 1) & supervised
-        output = {"hits": (matches & reached).sum(0), "counts": reached.sum(0)}
-        if self.drafter.length_head is not None:
-            output["head_loss"] = self._head_loss(hidden.detach(), matches, reached, going_on)
-            loss = loss + self.settings.length_head_weight * output["head_loss"]
-        return {"loss": loss, **output}
-
-    def _masks(self, anchors, used, length):
-        masks = block_masks(anchors, used, length, self.config)
-        if self.config._attn_implementation != "eager":
-            return masks
-        # Eager attention adds its mask. The lowest number, not -inf: a row of -inf alone would become NaN.
-        low = torch.finfo(self.drafter.dtype).min
-        return {kind: torch.zeros_like(m, dtype=self.drafter.dtype).masked_fill(~m, low) for kind, m in masks.items()}
-
-    def _head_loss(self, hidden, matches, reached, going_on):
-        """`survival`: cross-entropy at each depth that was reached. `length`: AdaFlash's squared error to
-        (accepted + 1) / block_size, without blocks whose text ends or leaves the path before the first miss."""
-        logits = self.drafter.length_head(hidden).float()
-        if self.config.length_head.kind == "survival":
-            losses = F.binary_cross_entropy_with_logits(logits, matches.float(), reduction="none")
-            return (losses * reached).sum() / reached.sum().clamp(min=1)
-        accepted = (matches & reached).sum(1)
-        missed = (reached & ~matches).any(1)
-        known = missed | (going_on & reached).all(1)
-        label = (accepted + 1).clamp(max=self.config.block_size) / self.config.block_size
-        return ((logits.sigmoid() - label) ** 2 * known).sum() / known.sum().clamp(min=1)
+def last_checkpoint(folder: str | Path) -> str | None:
+    """The newest complete checkpoint of an output folder, `None` without one. `trainer_state.json` is written last, so
+    a checkpoint whose writing was interrupted is passed over."""
+    found = []
+    for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        try:
+            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+            found.append((int(path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")), str(path)))
+        except (OSError, ValueError):
+            continue
+    return max(found)[1] if found else None
 
 
 class AdaFlashTrainer(Trainer):
     """Trains a drafter for a target.
 
     Args:
-        drafter: the model to train; saved alone, as `AdaFlashDrafter.from_pretrained` reads it.
+        drafter: the model to train, in float32; saved alone, as `AdaFlashDrafter.from_pretrained` reads it.
         target: the frozen teacher; needed for its embedding and head even when features are cached.
         args: `AdaFlashTrainingArguments`.
-        train_dataset: samples with `input_ids` and `prompt_length`, and optionally cached features.
+        train_dataset: samples with `input_ids` and `prompt_length`, and optionally cached features; a map-style
+            or an iterable data set. None with `on_policy`, which reads rollouts.
+        rollout_worker: `on_policy`: makes rollouts in this process when none is waiting; `None` leaves that to worker
+            processes. With several training processes only the first one uses its worker.
+        evaluation_prompts: domain -> prompts as token ids. `evaluate` then generates with the drafter and reports
+            tau and accepted shares as `eval_tau_DOMAIN`, `eval_accepted_DOMAIN_K`.
+        evaluation_tokens: most tokens generated for each of these prompts.
 
     Raises:
-        AdaFlashValueError: when drafter and target don't fit together.
-        AdaFlashError: when the loss stops being finite; nothing is written to the weights by that step.
+        AdaFlashValueError: when drafter, target, data and arguments don't fit together.
+        AdaFlashError: when loss or gradient stop being finite; nothing is written to the weights by that step.
     """
 
-    def __init__(self, drafter: AdaFlashDrafter, target: PreTrainedModel, args: AdaFlashTrainingArguments, **kwargs):
+    def __init__(
+        self,
+        drafter: AdaFlashDrafter,
+        target: PreTrainedModel,
+        args: AdaFlashTrainingArguments,
+        train_dataset=None,
+        rollout_worker: RolloutWorker | None = None,
+        evaluation_prompts: dict[str, list[list[int]]] | None = None,
+        evaluation_tokens: int = 128,
+        **kwargs,
+    ):
         kwargs.setdefault("data_collator", collate)
-        super().__init__(model=DistillationModel(drafter, target, args), args=args, **kwargs)
+        self.exchange: Exchange | None = None
+        if args.mode == "on_policy":
+            if train_dataset is not None:
+                raise AdaFlashValueError("`train_dataset` has no use in `on_policy` mode, which reads rollouts.")
+            if args.dataloader_num_workers:
+                raise AdaFlashValueError("`dataloader_num_workers` must be 0 in `on_policy` mode: leave it out.")
+            self.exchange = Exchange(args.exchange or Path(args.output_dir) / "exchange")
+            if rollout_worker is not None and rollout_worker.exchange.folder != self.exchange.folder:
+                raise AdaFlashValueError(
+                    f"`exchange` is {self.exchange.folder}, the worker's is {rollout_worker.exchange.folder}: use one."
+                )
+        elif rollout_worker is not None:
+            raise AdaFlashValueError("`rollout_worker` is for `on_policy`: set `mode`, or pass a `train_dataset`.")
+        super().__init__(
+            model=DistillationModel(drafter, target, args), args=args, train_dataset=train_dataset, **kwargs
+        )
         self.model_accepts_loss_kwargs = False
+        self.target, self.evaluation_prompts, self.evaluation_tokens = target, evaluation_prompts, evaluation_tokens
         self._sums: dict[str, torch.Tensor] = {}
+        if self.exchange is not None:
+            leads = args.process_index == 0
+            self.train_dataset = RolloutStream(
+                self.exchange,
+                samples_per_version=self.get_total_train_batch_size(args) * args.steps_per_version,
+                max_staleness=args.max_staleness,
+                passes=args.rollout_passes,
+                seed=args.seed,
+                worker=rollout_worker if leads else None,
+                leads=leads,
+            )
+            self.add_callback(_PublishVersions(self))
 
     @property
     def drafter(self) -> AdaFlashDrafter:
         return self.accelerator.unwrap_model(self.model).drafter
+
+    # Training
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
+        """As the Trainer's; `resume_from_checkpoint=True` takes the newest complete checkpoint, if there is any."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_checkpoint(self.args.output_dir)
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def create_optimizer(self, model=None):
+        optimizer = super().create_optimizer(model)
+        rate, head = self.args.length_head_learning_rate, self.drafter.length_head
+        if rate is not None and head is not None:
+            mine = set(map(id, head.parameters()))
+            for group in list(optimizer.param_groups):
+                theirs = [p for p in group["params"] if id(p) in mine]
+                group["params"] = [p for p in group["params"] if id(p) not in mine]
+                optimizer.add_param_group({**group, "params": theirs, "lr": rate})
+        return optimizer
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         output = model(**inputs)
@@ -187,40 +138,23 @@ class AdaFlashTrainer(Trainer):
             for key in ("hits", "counts", "head_loss"):
                 if key in output:
                     self._sums[key] = self._sums.get(key, 0) + output[key].detach().double()
-            self._sums["steps"] = self._sums.get("steps", 0) + 1
+            self._sums["steps"] = self._sums.get("steps", 0) + torch.ones((), dtype=torch.double)
         return (output["loss"], output) if return_outputs else output["loss"]
 
     def log(self, logs, *args, **kwargs):
-        """Adds the teacher-forced accepted length (`tau`, bonus included), by depth, since the last log."""
+        """Adds the teacher-forced accepted length (`tau`, bonus included), by depth, since the last log, over all
+        processes."""
         if "loss" in logs and "counts" in self._sums:
-            rates = self._sums["hits"] / self._sums["counts"].clamp(min=1)
+            sums = {key: self.accelerator.reduce(value.to(self.args.device)) for key, value in self._sums.items()}
+            rates = sums["hits"] / sums["counts"].clamp(min=1)
             logs["tau"] = round(1 + rates.cumprod(0).sum().item(), 4)
             logs |= {f"accepted_{k}": round(rate, 3) for k, rate in enumerate(rates.tolist(), start=1)}
-            if "head_loss" in self._sums:
-                logs["head_loss"] = round(self._sums["head_loss"].item() / self._sums["steps"], 4)
+            if "head_loss" in sums:
+                logs["head_loss"] = round((sums["head_loss"] / sums["steps"]).item(), 4)
+            if self.exchange is not None:
+                logs["stale_jobs"] = self.train_dataset.stale_jobs
             self._sums = {}
         super().log(logs, *args, **kwargs)
-
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        with torch.no_grad():
-            loss = self.compute_loss(model, self._prepare_inputs(inputs)).detach()
-        return loss, None, None
-
-    def _save(self, output_dir=None, state_dict=None):
-        output_dir = Path(output_dir or self.args.output_dir)
-        output_dir.mkdir(parents=True, exist_ok=True)
-        if state_dict is not None:
-            state_dict = {key.removeprefix("drafter."): value for key, value in state_dict.items()}
-        self.drafter.save_pretrained(output_dir, state_dict=state_dict)
-        torch.save(self.args, output_dir / "training_args.bin")
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        loaded = AdaFlashDrafter.from_pretrained(resume_from_checkpoint, dtype=self.drafter.dtype)
-        self.drafter.load_state_dict(loaded.state_dict())
-        self.accelerator.unwrap_model(self.model).read_draft_vocabulary()
-
-    def _load_best_model(self):
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _clip_grad_norm(self, *args, **kwargs):
         norm = super()._clip_grad_norm(*args, **kwargs)
@@ -230,3 +164,140 @@ class AdaFlashTrainer(Trainer):
                 "from the last checkpoint."
             )
         return norm
+
+    # Evaluation
+
+    def evaluate(self, *args, metric_key_prefix: str = "eval", **kwargs):
+        """The Trainer's, and tau of the real decoding loop where `evaluation_prompts` were given."""
+        metrics = super().evaluate(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if self.evaluation_prompts:
+            measured = self.acceptance().metrics(metric_key_prefix)
+            self.log(measured)
+            metrics |= measured
+        return metrics
+
+    def acceptance(self, **options) -> AcceptanceReport:
+        """Generates for the evaluation prompts with the drafter as it is; each process takes its share of prompts.
+
+        Args:
+            options: of `measure_acceptance`, such as `do_sample`.
+        """
+        rank, count = self.args.process_index, self.args.world_size
+        mine = {domain: prompts[rank::count] for domain, prompts in self.evaluation_prompts.items()}
+        with self._whole_drafter() as drafter:
+            report = measure_acceptance(self.target, drafter, mine, max_new_tokens=self.evaluation_tokens, **options)
+        if count > 1:
+            parts: list = [None] * count
+            torch.distributed.all_gather_object(parts, report)
+            report = AcceptanceReport.joined(parts)
+        return report
+
+    @contextlib.contextmanager
+    def _whole_drafter(self):
+        """The drafter in evaluation mode, put together from its shards where it is sharded."""
+        if not self.is_fsdp_enabled:
+            training = self.drafter.training
+            try:
+                yield self.drafter.eval()
+            finally:
+                self.drafter.train(training)
+            return
+        folder = Path(self.args.output_dir) / ".whole"
+        self.save_model(folder, _internal_call=True)
+        self.accelerator.wait_for_everyone()
+        yield AdaFlashDrafter.from_pretrained(folder).to(self.args.device)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            shutil.rmtree(folder)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        with torch.no_grad():
+            loss = self.compute_loss(model, self._prepare_inputs(inputs)).detach()
+        return loss, None, None
+
+    # Saving and loading
+
+    def _state_dict(self) -> dict | None:
+        """The drafter's whole state on the first process, which all call; `None` where the module holds it itself."""
+        if not self.is_fsdp_enabled:
+            return None
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(self.model, options=options)
+        return {key.removeprefix("drafter."): value for key, value in state.items()}
+
+    def _save_drafter(self, folder, state_dict: dict | None) -> None:
+        self.drafter.save_pretrained(folder, state_dict=state_dict)
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        state_dict = self._state_dict()
+        if self.args.should_save:
+            output_dir = Path(output_dir or self.args.output_dir)
+            self._save_drafter(output_dir, state_dict)
+            torch.save(self.args, output_dir / "training_args.bin")
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def save_drafter(self, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Saves the drafter alone, for use, in `dtype`. All processes call it."""
+        state_dict = self._state_dict()
+        if self.args.should_save:
+            self._save_drafter(folder, state_dict)
+            AdaFlashDrafter.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
+
+    def _save_rng_state(self, output_dir):
+        super()._save_rng_state(output_dir)
+        # `trainer_state.json`, written next, says that the checkpoint is complete.
+        self.accelerator.wait_for_everyone()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        loaded = AdaFlashDrafter.from_pretrained(resume_from_checkpoint, dtype=torch.float32).state_dict()
+        if self.is_fsdp_enabled:
+            set_model_state_dict(self.drafter, loaded, options=StateDictOptions(full_state_dict=True))
+        else:
+            self.drafter.load_state_dict(loaded)
+        self.accelerator.unwrap_model(self.model).read_draft_vocabulary()
+
+    def _load_best_model(self):
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def publish(self, version: int) -> None:
+        """Publishes the drafter to rollout workers. All processes call it."""
+        state_dict = self._state_dict()
+        if self.args.should_save:
+            self.exchange.publish(version, lambda folder: self._save_drafter(folder, state_dict))
+        self.accelerator.wait_for_everyone()
+
+
+class _PublishVersions(TrainerCallback):
+    """Publishes version s / steps_per_version after step s."""
+
+    def __init__(self, trainer: AdaFlashTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if args.should_save:
+            self.trainer.exchange.set_finished(False)
+        self.trainer.publish(state.global_step // args.steps_per_version)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % args.steps_per_version == 0:
+            self.trainer.publish(state.global_step // args.steps_per_version)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if args.should_save:
+            self.trainer.exchange.set_finished(True)
+
+
+class MeasureAcceptance(TrainerCallback):
+    """Logs tau per domain and accepted shares per position, measured by generating, every `every` steps.
+
+    Args:
+        trainer: one with `evaluation_prompts`.
+    """
+
+    def __init__(self, trainer: AdaFlashTrainer, every: int):
+        self.trainer, self.every = trainer, every
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % self.every == 0:
+            self.trainer.log(self.trainer.acceptance().metrics())

@@ -9,10 +9,13 @@ from tiny import make_drafter, make_target
 from adaflash_hf import AdaFlashDrafter, AdaFlashError, AdaFlashValueError, collect_statistics
 from adaflash_hf.kernels.packed_linear import pack_linear_weights
 from adaflash_hf.target import Target
-from adaflash_hf.training.anchors import block_masks, sample_anchors
-from adaflash_hf.training.data import FeatureShards, collate, save_feature_shard
+from adaflash_hf.training.anchors import BlockAttention
+from adaflash_hf.training.arguments import AdaFlashTrainingArguments
+from adaflash_hf.training.data import FeatureShards, collate, noisy, save_feature_shard
+from adaflash_hf.training.distillation import DistillationModel
+from adaflash_hf.training.length_head import HeadLabels, length_head_loss
 from adaflash_hf.training.rollouts import add_features, frequent_tokens
-from adaflash_hf.training.trainer import AdaFlashTrainer, AdaFlashTrainingArguments, DistillationModel
+from adaflash_hf.training.trainer import AdaFlashTrainer
 
 
 def arguments(folder, **overrides):
@@ -20,7 +23,7 @@ def arguments(folder, **overrides):
         "per_device_train_batch_size": 4,
         "learning_rate": 3e-3,
         "anchors_per_sequence": 16,
-        "max_steps": 150,
+        "max_steps": 100,
         "logging_steps": 25,
         "report_to": "none",
         "save_strategy": "no",
@@ -44,6 +47,7 @@ def test_an_overfitted_drafter_accepts_nearly_everything(tmp_path, overrides):
     samples = greedy_samples(target, 1)
     AdaFlashTrainer(drafter, target, arguments(tmp_path), train_dataset=samples * 64).train()
     drafter.eval()
+    drafter.generation_config.length_policy = "fixed"
     with collect_statistics() as calls:
         ours = target.generate(
             samples[0]["input_ids"][None, :4], assistant_model=drafter, do_sample=False, max_new_tokens=40
@@ -70,14 +74,14 @@ def test_training_and_decoding_draft_the_same(overrides):
         trained = drafter(
             noise_embeds=target.get_input_embeddings()(noise.reshape(1, -1)),
             context_hidden_states=sample["features"][None],
-            attention_mask=block_masks(anchors, used, ids.shape[1], drafter.config),
+            ragged=BlockAttention(anchors, used, ids.shape[1], drafter.config),
             position_ids=torch.cat([torch.arange(ids.shape[1])[None], slots], dim=1),
         ).last_hidden_state.reshape(3, 5, -1)
         for block, anchor in enumerate(anchors[0].tolist()):
             generator = DiffusionCandidateGenerator(drafter, Target(target, drafter.config))
             positions = torch.arange(anchor)
             generator.observe(sample["features"][:anchor], torch.zeros_like(positions), positions)
-            decoded = generator._block_hidden(ids[0, anchor : anchor + 1], torch.tensor([anchor]))
+            decoded = generator._block_hidden(ids[0, anchor : anchor + 1], torch.tensor([anchor]), [0])
             torch.testing.assert_close(decoded[0], trained[block], rtol=1e-4, atol=1e-4)
 
 
@@ -97,7 +101,7 @@ def test_blocks_see_nothing_at_or_past_their_anchor():
             return drafter(
                 noise_embeds=target.get_input_embeddings()(noise.reshape(1, -1)),
                 context_hidden_states=features[None],
-                attention_mask=block_masks(anchors, used, len(tokens), drafter.config),
+                ragged=BlockAttention(anchors, used, len(tokens), drafter.config),
                 position_ids=torch.cat([torch.arange(len(tokens))[None], slots], dim=1),
             ).last_hidden_state.reshape(3, 5, -1)
 
@@ -112,14 +116,6 @@ def test_blocks_see_nothing_at_or_past_their_anchor():
         assert not torch.allclose(hidden(changed, ids[anchors[0]])[block], before[block], atol=1e-4)
 
 
-def test_anchors():
-    loss_mask = torch.tensor([[0, 0, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]]).bool()
-    anchors, used = sample_anchors(loss_mask, 4)
-    assert [row[mask].tolist() for row, mask in zip(anchors, used, strict=True)] == [[2, 3], [1, 2, 3, 4], []]
-    few, used = sample_anchors(loss_mask, 2)
-    assert used.sum(1).tolist() == [2, 2, 0] and len(set(few[1].tolist())) == 2
-
-
 def test_rows_without_anchors_give_a_finite_loss():
     target, drafter = make_target(), make_drafter(head="survival")
     model = DistillationModel(drafter, target, arguments("/tmp/unused"))
@@ -132,14 +128,14 @@ def test_rows_without_anchors_give_a_finite_loss():
 
 
 def test_head_labels_ignore_blocks_whose_end_is_unknown():
-    target, drafter = make_target(), make_drafter(head="length")
-    model = DistillationModel(drafter, target, arguments("/tmp/unused"))
-    hidden = torch.randn(2, 5, 32)
+    drafter = make_drafter(head="length")
     matches = torch.tensor([[True, True, False, False], [True, False, False, False]])
     reached = torch.tensor([[True, True, False, False], [True, True, False, False]])
-    logits = drafter.length_head(hidden)
-    expected = (logits[1].sigmoid() - 2 / 5) ** 2
-    assert model._head_loss(hidden, matches, reached, matches).item() == pytest.approx(expected.item(), rel=1e-5)
+    labels = HeadLabels(matches, matches, reached, reached)
+    logits = drafter.length_head(torch.randn(2, 5, 32))
+    total, count = length_head_loss(logits, labels, drafter.length_head.config)
+    assert count == 1
+    assert total.item() == pytest.approx(((logits[1].sigmoid() - 2 / 5) ** 2).item(), rel=1e-5)
 
 
 def test_cached_features_train_like_live_ones(tmp_path):
@@ -201,17 +197,6 @@ def test_arguments_are_checked(key, value, tmp_path):
         arguments(tmp_path, **{key: value})
 
 
-def test_eager_attention_masks_like_sdpa():
-    target, losses = make_target(), []
-    samples = [{"input_ids": ids, "prompt_length": 4} for ids in (list(range(2, 22)), [3] * 9)]
-    for implementation in ("sdpa", "eager"):
-        drafter = make_drafter()
-        drafter.set_attn_implementation(implementation)
-        torch.manual_seed(3)
-        losses.append(DistillationModel(drafter, target, arguments("/tmp/unused"))(**collate(samples))["loss"].item())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
 def test_a_packed_target_still_trains():
     target, drafter = make_target(), make_drafter(draft_vocab_size=12)
     pack_linear_weights(target)
@@ -237,3 +222,74 @@ def test_a_non_finite_gradient_stops_before_the_weights(tmp_path):
     with pytest.raises(AdaFlashError, match="gradient norm"):
         trainer.train()
     assert torch.equal(drafter.fc.weight, before)
+
+
+def test_feature_noise_follows_each_features_spread_over_responses():
+    features = torch.zeros(2, 500, 3)
+    features[:, 100:, 1] = torch.randn(2, 400) * 10
+    features[:, 0] = 1e6  # an outlier in the prompt
+    loss_mask = (torch.arange(500) >= 100).expand(2, -1)
+    noise = noisy(features, loss_mask, 0.05) - features
+    assert noise[..., [0, 2]].abs().max() == 0
+    assert noise[:, 1:, 1].std().item() == pytest.approx(0.5, rel=0.2)
+
+
+def test_feature_noise_is_for_training_only(tmp_path):
+    target, batch = make_target(), collate([{"input_ids": list(range(2, 22)), "prompt_length": 4}])
+    losses = {}
+    for amount in (0.0, 0.5):
+        model = DistillationModel(make_drafter(), target, arguments(tmp_path, feature_noise=amount))
+        losses[amount] = []
+        for training in (True, False):
+            torch.manual_seed(3)
+            losses[amount].append(model.train(training)(**batch)["loss"].item())
+    assert losses[0.5][1] == losses[0.0][1]
+    assert losses[0.5][0] != losses[0.0][0]
+
+
+def test_activation_checkpointing_changes_nothing(tmp_path):
+    """The step runs twice through the layers and gives the same gradients."""
+    target, grads = make_target(), []
+    samples = greedy_samples(target, 4)
+    for checkpointing in (False, True):
+        args = arguments(tmp_path, max_steps=2, logging_steps=1, activation_checkpointing=checkpointing)
+        trainer = AdaFlashTrainer(make_drafter(head="survival"), target, args, train_dataset=samples)
+        trainer.train()
+        assert trainer.drafter.layers[0].gradient_checkpointing == checkpointing
+        grads.append([entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry])
+    assert grads[0] == pytest.approx(grads[1], rel=1e-4)
+
+
+def test_a_stream_of_mixed_lengths(tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            for i in range(1000):
+                yield {"input_ids": list(range(2, 10 + i % 13)), "prompt_length": 3}
+
+    trainer = AdaFlashTrainer(make_drafter(), make_target(), arguments(tmp_path, max_steps=5), train_dataset=Stream())
+    trainer.train()
+    assert trainer.state.global_step == 5
+
+
+def test_the_head_has_its_own_learning_rate(tmp_path):
+    args = arguments(tmp_path, length_head_learning_rate=0.5, weight_decay=0.1)
+    trainer = AdaFlashTrainer(make_drafter(head="survival"), make_target(), args, train_dataset=[])
+    groups = trainer.create_optimizer().param_groups
+    head = {id(p) for p in trainer.drafter.length_head.parameters()}
+    rates = {(id(p) in head, group["lr"]) for group in groups for p in group["params"]}
+    assert rates == {(True, 0.5), (False, 3e-3)}
+    assert sum(len(group["params"]) for group in groups) == len(list(trainer.drafter.parameters()))
+
+
+@pytest.mark.parametrize(
+    "divergence, alpha, weight", [("reverse_kl", 0.0, 0.0), ("forward_kl", 0.5, 0.0), ("reverse_kl", 0.5, 2.0)]
+)
+def test_each_loss_lowers_itself(divergence, alpha, weight, tmp_path):
+    target = make_target()
+    args = arguments(tmp_path, max_steps=30, divergence=divergence, alpha=alpha, acceptance_weight=weight,
+                     length_head_labels="sampling", logging_steps=10)  # fmt: skip
+    drafter = make_drafter(head="survival", initializer_range=0.05)
+    trainer = AdaFlashTrainer(drafter, target, args, train_dataset=greedy_samples(target, 4))
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.8 * losses[0]

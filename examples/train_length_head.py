@@ -1,0 +1,76 @@
+"""Trains only the adaptive length head, for any finished drafter, then calibrates it and shows what it saves.
+
+    python examples/train_length_head.py --new_head --length_head survival --output_dir runs/head --max_steps 200 \\
+        --learning_rate 1e-3 --use_cpu
+
+The target answers prompts (greedily the first time each), their features are stored, the head learns which drafted
+positions are accepted, and a temperature per position is fitted. Prints Brier score and expected against realised
+accepted length, draws `OUTPUT_DIR/reliability.png`, and compares verified tokens per step with verifying every block
+in full. `--length_head length` trains AdaFlash's own kind.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from adaflash_hf import AdaFlashDrafter
+from adaflash_hf.evaluation.acceptance import measure_acceptance
+from adaflash_hf.target import Target
+from adaflash_hf.training.arguments import AdaFlashTrainingArguments
+from adaflash_hf.training.length_head import attach_length_head
+from adaflash_hf.training.prompts import DOMAINS, evaluation_prompts
+from adaflash_hf.training.rollouts import build_feature_shards, template_ids
+from adaflash_hf.training.run import calibrate_head
+from adaflash_hf.training.setup import PromptArguments, load_prompts, load_target, parse_arguments
+from adaflash_hf.training.trainer import AdaFlashTrainer
+
+
+DRAFTER = Path(__file__).parent.parent / "hub_cards" / "SmolLM2-135M-Instruct-AdaFlash"
+
+
+@dataclass
+class ScriptArguments(PromptArguments):
+    drafter: str = field(default=str(DRAFTER), metadata={"help": "Folder or Hub id of the drafter."})
+    new_head: bool = field(default=False, metadata={"help": "Drop the head that the drafter has."})
+    length_head: str = field(default="survival", metadata={"help": "Kind of a new head: `survival` or `length`."})
+    bottleneck_size: int = field(default=128, metadata={"help": "Inner width of a new head."})
+    max_new_tokens: int = field(default=256, metadata={"help": "Longest response, in tokens."})
+    eval_prompts_per_domain: int = field(default=8, metadata={"help": "Held-out prompts of each domain, up to 40."})
+
+
+def main():
+    script, args = parse_arguments(ScriptArguments, AdaFlashTrainingArguments, length_head_only=True)
+    output = Path(args.output_dir)
+    target, tokenizer = load_target(script, device=args.device)
+    drafter = AdaFlashDrafter.from_pretrained(script.drafter, dtype="float32")
+    if script.new_head:
+        drafter.length_head = None
+    if drafter.length_head is None:
+        attach_length_head(drafter, script.length_head, script.bottleneck_size)
+
+    # 1. The target's responses and features.
+    with args.main_process_first(desc="responses and features"):
+        dataset = build_feature_shards(
+            Target(target, drafter.config), tokenizer, load_prompts(script), output / "features", script.max_new_tokens
+        )
+
+    # 2. Train and calibrate.
+    trainer = AdaFlashTrainer(drafter, target, args, train_dataset=dataset)
+    trainer.train(resume_from_checkpoint=True)
+    print(calibrate_head(trainer, dataset).table())
+    trainer.save_drafter(output / "drafter")
+
+    # 3. Compare with verifying whole blocks.
+    drafter = AdaFlashDrafter.from_pretrained(output / "drafter", dtype=target.dtype).to(target.device)
+    prompts = {
+        domain: [
+            template_ids(tokenizer, text, None) for text in evaluation_prompts(domain, script.eval_prompts_per_domain)
+        ]
+        for domain in DOMAINS
+    }
+    for policy in ("fixed", "head"):
+        drafter.generation_config.length_policy = policy
+        print(f"\nlength_policy {policy}\n{measure_acceptance(target, drafter, prompts).table()}")
+
+
+if __name__ == "__main__":
+    main()

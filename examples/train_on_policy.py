@@ -1,0 +1,67 @@
+"""Trains a drafter on what the target writes while that drafter drafts for it (on-policy distillation).
+
+    python examples/train_on_policy.py --drafter hub_cards/SmolLM2-135M-Instruct-AdaFlash --max_steps 200 \\
+        --steps_per_version 20 --per_device_train_batch_size 4 --learning_rate 3e-4 --output_dir runs/smol --use_cpu
+    accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml \\
+        examples/train_on_policy.py examples/recipes/qwen3-8b.yaml
+
+Rollouts are made in the training process. With a second device, pass `--external_workers` and start one or more
+`adaflash rollout --exchange runs/smol/exchange` with the same target and prompts beside it. A run that was
+interrupted goes on when the command is repeated. `--report_to tensorboard` or `trackio` draws curves, with tau per
+domain and position from the real decoding loop every `--eval_every` steps.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from adaflash_hf.training.arguments import AdaFlashTrainingArguments
+from adaflash_hf.training.exchange import Exchange
+from adaflash_hf.training.prompts import DOMAINS, evaluation_prompts
+from adaflash_hf.training.rollout_worker import RolloutArguments, RolloutWorker
+from adaflash_hf.training.rollouts import template_ids
+from adaflash_hf.training.run import make_drafter
+from adaflash_hf.training.setup import DrafterArguments, PromptArguments, load_prompts, load_target, parse_arguments
+from adaflash_hf.training.trainer import AdaFlashTrainer, MeasureAcceptance
+
+
+@dataclass
+class ScriptArguments(PromptArguments, DrafterArguments):
+    external_workers: bool = field(default=False, metadata={"help": "Rollouts come from `adaflash rollout`."})
+    eval_every: int = field(default=100, metadata={"help": "Steps between measurements of tau; 0 for none."})
+    eval_prompts_per_domain: int = field(default=8, metadata={"help": "Held-out prompts of each domain, up to 40."})
+
+
+def main():
+    script, rollout, args = parse_arguments(
+        ScriptArguments, RolloutArguments, AdaFlashTrainingArguments, mode="on_policy", draft_vocab_size=0
+    )
+    output = Path(args.output_dir)
+    target, tokenizer = load_target(script, device=args.device)
+    drafter = make_drafter(target, script)
+
+    # 1. Rollouts: in this process, or from worker processes.
+    worker = None
+    if not script.external_workers and args.process_index == 0:
+        exchange = Exchange(args.exchange or output / "exchange")
+        worker = RolloutWorker(target, tokenizer, load_prompts(script), exchange, rollout)
+
+    # 2. Train.
+    prompts = {}
+    if script.eval_every:
+        for domain in DOMAINS:
+            texts = evaluation_prompts(domain, script.eval_prompts_per_domain)
+            prompts[domain] = [template_ids(tokenizer, text, None) for text in texts]
+    trainer = AdaFlashTrainer(drafter, target, args, rollout_worker=worker, evaluation_prompts=prompts)
+    if script.eval_every:
+        trainer.add_callback(MeasureAcceptance(trainer, script.eval_every))
+    trainer.train(resume_from_checkpoint=True)
+
+    # 3. Save.
+    trainer.save_drafter(output / "drafter")
+    print(f"The drafter is in {output / 'drafter'}.")
+    if prompts:
+        print(trainer.acceptance().table())
+
+
+if __name__ == "__main__":
+    main()
