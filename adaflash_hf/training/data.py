@@ -8,7 +8,6 @@ their final name and moved, so a reader never sees half a shard.
 
 import itertools
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from torch.utils.data import Dataset
 
 from ..errors import AdaFlashValueError
 from ..target import Target
+from .exchange import write_atomically
 
 
 FEATURE_KEYS = ("features", "teacher_hidden", "teacher_argmax")
@@ -43,7 +43,6 @@ def target_features(target: Target, input_ids: torch.Tensor, attention_mask: tor
 
 def save_feature_shard(path: str | Path, samples: list[dict], target_layer_ids: list[int]) -> None:
     """Writes samples (`input_ids`, `prompt_length` and the three feature tensors) to one shard, atomically."""
-    path = Path(path)
     tensors = {}
     for j, sample in enumerate(samples):
         tensors[f"input_ids.{j}"] = torch.as_tensor(sample["input_ids"], dtype=torch.int32)
@@ -54,9 +53,7 @@ def save_feature_shard(path: str | Path, samples: list[dict], target_layer_ids: 
         "prompt_lengths": json.dumps([int(sample["prompt_length"]) for sample in samples]),
         "target_layer_ids": json.dumps(list(target_layer_ids)),
     }
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file(tensors, partial, metadata=metadata)
-    os.replace(partial, path)
+    write_atomically(Path(path), lambda partial: save_file(tensors, partial, metadata=metadata))
 
 
 class FeatureShards(Dataset):

@@ -42,7 +42,13 @@ class RolloutArguments:
         default="{}", metadata={"help": "Flags of the chat template as JSON, such as '{\"enable_thinking\": false}'."}
     )
     rollout_seed: int = field(default=0, metadata={"help": "Seed of the order of prompts and of sampling."})
-    max_backlog: int = field(default=8, metadata={"help": "Jobs that workers may be ahead of the trainer."})
+    max_backlog: int = field(
+        default=8,
+        metadata={
+            "help": "Jobs that workers may be ahead of the trainer. Keep `max_backlog` * `rollout_batch_size` below the "
+            "samples of `max_staleness` versions, or some are made in vain (`stale_jobs` in the trainer's log)."
+        },
+    )
 
     def __post_init__(self):
         if not 0 <= self.sampled_share <= 1:

@@ -31,7 +31,9 @@ def make_worker(folder, **overrides):
 
 def make_trainer(folder, worker=None, **overrides):
     options = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
-    options |= {"per_device_train_batch_size": 2, "steps_per_version": 3, "save_total_limit": 2, **overrides}
+    # A worker that runs ahead of a killed trainer must not change the data here.
+    options |= {"per_device_train_batch_size": 2, "steps_per_version": 3, "max_staleness": 100, "save_total_limit": 2}
+    options |= overrides
     args = arguments(folder, mode="on_policy", **options)
     return AdaFlashTrainer(make_drafter(head="survival"), make_target(), args, rollout_worker=worker)
 
@@ -167,15 +169,21 @@ def wait_for(condition, seconds=30):
         time.sleep(0.02)
 
 
-def kill_at_random_points(processes, rng, kills):
-    """`processes` maps names to functions that start them; each is started again after every kill."""
+def kill_at_random_points(folder, processes, kills, seed):
+    """Kills and starts again, a random while after each mark of progress.
+
+    Args:
+        processes: name -> function that starts the process.
+        kills: (name, path under `folder`) pairs: the process dies soon after the path has come to exist.
+    """
+    rng = random.Random(seed)
     running = {name: begin() for name, begin in processes.items()}
-    for _ in range(kills):
-        time.sleep(rng.uniform(0.2, 2.0))
-        name = rng.choice(sorted(running))
+    for name, mark in kills:
+        wait_for((folder / mark).exists, 60)
+        time.sleep(rng.uniform(0, 0.4))
         running[name].kill()
         running[name].join()
-        assert running[name].exitcode in (0, -signal.SIGKILL)
+        assert running[name].exitcode == -signal.SIGKILL
         running[name] = processes[name]()
     for process in running.values():
         process.join(120)
@@ -183,7 +191,8 @@ def kill_at_random_points(processes, rng, kills):
 
 
 def test_killed_at_random_points_in_process(undisturbed, tmp_path):
-    kill_at_random_points({"trainer": lambda: start(run_trainer, tmp_path, True)}, random.Random(1), kills=4)
+    kills = [("trainer", mark) for mark in ("exchange/rollouts/00000001.safetensors", "checkpoint-4", "checkpoint-6")]
+    kill_at_random_points(tmp_path, {"trainer": lambda: start(run_trainer, tmp_path, True)}, kills, seed=1)
     assert_equal_results(result(tmp_path), result(undisturbed))
 
 
@@ -192,7 +201,13 @@ def test_killed_at_random_points_side_by_side(undisturbed, tmp_path):
         "trainer": lambda: start(run_trainer, tmp_path, False),
         "worker": lambda: start(run_worker, tmp_path),
     }
-    kill_at_random_points(processes, random.Random(2), kills=6)
+    kills = [
+        ("worker", "exchange/rollouts/00000001.safetensors"),
+        ("trainer", "checkpoint-2"),
+        ("trainer", "exchange/versions/00000002"),
+        ("worker", "checkpoint-6"),
+    ]
+    kill_at_random_points(tmp_path, processes, kills, seed=2)
     assert_equal_results(result(tmp_path), result(undisturbed))
 
 
