@@ -18,7 +18,8 @@ def _seeded():
 def oracle(monkeypatch):
     """Makes drafts come from known continuations, with a mistake now and then, so that every accepted length occurs.
 
-    Call it with the plain output `[b, L + n]` and the batch's left padding; the drafter still runs.
+    Call it with the plain output `[b, L + n]` and how often to err (`None`: the drafter's own drafts); the drafter
+    runs either way.
     """
     from adaflash_hf.generation import decoding
     from adaflash_hf.generation.candidate_generator import DiffusionCandidateGenerator
@@ -33,6 +34,8 @@ def oracle(monkeypatch):
 
     def draft(self, anchors, positions, room, prefixes=None):
         made = original_draft(self, anchors, positions, room, prefixes)
+        if state.get("every") is None:
+            return made
         tokens, rows = [], state["rows"]
         for row, count in enumerate(made.counts):
             index = rows.live[row]
@@ -49,7 +52,7 @@ def oracle(monkeypatch):
     monkeypatch.setattr(decoding.Rows, "__init__", keep_rows)
     monkeypatch.setattr(DiffusionCandidateGenerator, "draft", draft)
 
-    def use(plain: torch.Tensor, every: int = 7):
+    def use(plain: torch.Tensor, every: int | None = 7):
         state.update(plain=plain, every=every)
 
     return use

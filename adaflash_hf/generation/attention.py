@@ -19,6 +19,9 @@ class PackedBatch:
         longest: slots to attend over, one more than the highest position of any row.
         block_ends: int64 `[rows]`, last slot that a row's queries may see, where attention isn't causal.
         starts_at_zero: whether every row begins here (prefill), which needs no mask.
+        ring: positions that the cache has slots for, where it keeps only the latest ones of each row: position p lies
+            in slot p modulo `ring`. `None` where each position has its own slot.
+        keep_weights: collect attention weights in `weights`, per layer `[heads, T, longest]` and the layer's window.
     """
 
     def __init__(
@@ -32,15 +35,20 @@ class PackedBatch:
         key_positions: torch.Tensor | None = None,
         block_ends: torch.Tensor | None = None,
         starts_at_zero: bool = False,
+        ring: int | None = None,
+        keep_weights: bool = False,
     ):
         self.query_rows, self.query_positions = query_rows, query_positions
         self.key_rows = query_rows if key_rows is None else key_rows
         self.key_positions = query_positions if key_positions is None else key_positions
-        self.num_rows, self.longest, self.counts = num_rows, longest, counts
+        self.key_slots = self.key_positions if ring is None else self.key_positions % ring
+        self.ring, self.longest = ring, longest if ring is None else min(longest, ring)
+        self.num_rows, self.counts = num_rows, counts
         self.block_ends = block_ends
         self.width = max(counts)
         self.rectangular = min(counts) == self.width and len(counts) == num_rows
         self.starts_at_zero = starts_at_zero
+        self.keep_weights, self.weights = keep_weights, []
         self.used = False
         self._masks: dict[tuple, torch.Tensor | None] = {}
         if not self.rectangular:
@@ -75,7 +83,9 @@ class PackedBatch:
         positions = self.pad(self.query_positions)
         last = positions if causal else self.block_ends[:, None].expand_as(positions)
         slots = torch.arange(self.longest, device=positions.device)
-        mask = slots <= last[..., None]
+        if self.ring is not None:  # from here on, the positions that the slots hold; below 0 where they hold none
+            slots = (self.block_ends[:, None] - (self.block_ends[:, None] - slots) % self.ring)[:, None]
+        mask = (slots <= last[..., None]) & (slots >= 0)
         if window is not None:
             # transformers counts the query's own position in a causal window, and not in a bidirectional one.
             reach = window - 1 if causal else window
@@ -117,10 +127,13 @@ class PackedBatch:
         folded = padded.reshape(self.num_rows, kv_heads, groups * self.width, -1)
         mask = self.mask(module.is_causal, sliding_window, groups)
         mask = None if mask is None else mask.to(query.device)
-        if plain:
+        if plain and not self.keep_weights:
             output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
         else:
-            output = _capped_attention(folded, key, value, mask, scaling, softcap, s_aux, groups)
+            output, weights = _eager_attention(folded, key, value, mask, scaling, softcap, s_aux, groups)
+            if self.keep_weights:
+                weights = weights.reshape(self.num_rows, heads, self.width, -1).transpose(1, 2)
+                self.weights.append((self.unpad(weights).transpose(0, 1), sliding_window))
         output = output.reshape(self.num_rows, heads, self.width, -1).transpose(1, 2)
         return self.unpad(output)[None], None
 
@@ -142,8 +155,9 @@ class PackedBatch:
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def _capped_attention(query, key, value, mask, scaling, softcap, sinks, groups):
-    """Soft-capped logits (Gemma 2) and attention sinks (gpt-oss), which the fused kernel has no room for."""
+def _eager_attention(query, key, value, mask, scaling, softcap, sinks, groups):
+    """Attention whose weights are wanted, or with soft-capped logits (Gemma 2) or attention sinks (gpt-oss), which
+    the fused kernel has no room for. Returns output and weights."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     logits = torch.matmul(query, key.transpose(-1, -2)).float() * scale
     if softcap is not None:
@@ -157,7 +171,8 @@ def _capped_attention(query, key, value, mask, scaling, softcap, sinks, groups):
         sink = sinks.float().reshape(1, key.shape[1], groups).repeat_interleave(width, dim=-1)[..., None]
         sink = sink.expand(query.shape[0], -1, -1, -1)
         weights = torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1]
-    return torch.matmul(weights.to(value.dtype), value)
+    weights = weights.to(value.dtype)
+    return torch.matmul(weights, value), weights
 
 
 # Tensors that transformers' models hand through to the attention and that packed attention has or doesn't need.

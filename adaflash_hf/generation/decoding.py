@@ -1,8 +1,7 @@
 """The decoding loop: draft a block per row, choose lengths, verify in one packed pass, commit what is accepted.
 
-One loop serves every batch size. Rows are left-padded on entry and on return only; inside, slot j of a row is its
-position j. A row that has finished leaves the batch, and is padded where plain `generate` without an end token would
-go on. Stopping criteria see one row at a time, and no scores.
+One loop serves every batch size. Rows are left-padded on entry and on return only; inside, slot j of a row holds its
+j-th token. A row that has finished leaves the batch.
 """
 
 import time
@@ -10,14 +9,12 @@ import time
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from ..errors import AdaFlashError
 from ..modeling_adaflash import AdaFlashDrafter
 from ..target import Target
-from .attention import PackedBatch
 from .cache import RaggedCache
 from .candidate_generator import DiffusionCandidateGenerator, Draft
-from .integration import packed_attention
-from .outputs import Outputs, fill_cache
+from .outputs import Outputs, Stream, fill_cache
+from .prefill import input_device, own_prefill, pack, packed_pass, packed_prefill
 from .processing import TargetChoice
 from .rows import Rows
 from .statistics import AdaFlashStatistics, GenerateAdaFlashOutput, report
@@ -32,18 +29,19 @@ def assisted_decoding(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    attention_mask: torch.Tensor | None = None,
+    mask: torch.Tensor,
+    prefill_kwargs: dict | None = None,
     streamer=None,
     cache=None,
-    cache_is_callers: bool = False,
 ):
     """Generates as plain `generate` would, faster.
 
     Args:
         model: the target.
-        input_ids: int64 `[b, L]`, left-padded where `attention_mask` `[b, L]` is 0.
-        cache: the empty cache that `generate` prepared, or the caller's own (`cache_is_callers`); filled at the end
-            where somebody can see it.
+        input_ids: int64 `[b, L]`.
+        mask: bool `[b, past + L]`, the columns of a reused cache and of the ids that may be looked at.
+        prefill_kwargs: model arguments for transformers' own prefill; `None` for the packed one.
+        cache: the cache that `generate` prepared, or the caller's own; filled at the end where somebody can see it.
 
     Returns:
         int64 `[b, L + generated]`, rows that ended early right-padded, or a `GenerateAdaFlashOutput`.
@@ -52,10 +50,8 @@ def assisted_decoding(
     target = Target(model, drafter.config)
     batch_size = input_ids.shape[0]
     keep = generation_config.return_dict_in_generate
-    keep_cache = cache is not None and (keep or cache_is_callers)
-    choice = TargetChoice(
-        logits_processor, generation_config.do_sample, batch_size, keep and generation_config.output_scores
-    )
+    keep_cache = cache is not None and (keep or getattr(cache, "_is_user_defined", False))
+    choice = TargetChoice(logits_processor, generation_config.do_sample, keep and generation_config.output_scores)
     generator = DiffusionCandidateGenerator(
         drafter,
         target,
@@ -64,73 +60,66 @@ def assisted_decoding(
         drafter.draft_processors,
         generation_config.num_assistant_tokens,
     )
-    stopping = Stopping(stopping_criteria)
     pad = generation_config._pad_token_tensor
     max_length = min(generation_config.max_length, stopping_criteria.max_length or generation_config.max_length)
-    rows = Rows(input_ids, attention_mask, max_length, int(pad) if pad is not None else 0)
+    rows = Rows(input_ids, mask, max_length, int(pad) if pad is not None else 0)
+    stopping, stream = Stopping(stopping_criteria, rows), Stream(streamer, rows)
     statistics = AdaFlashStatistics([[] for _ in range(batch_size)], [[] for _ in range(batch_size)])
-    ragged_cache = RaggedCache()
+    ragged_cache = RaggedCache(offloaded=getattr(cache, "offloading", False))
     device = input_ids.device
-    outputs = Outputs(batch_size, generation_config) if keep else None
     finished_keys: dict[int, list] = {}
 
-    # 2. Prefill: every prompt in one packed pass, scores at each row's last token only.
+    # 2. Prefill, scores at each row's last token only.
     clock = time.perf_counter()
-    lengths = [rows.prompt_width - padding for padding in rows.padding]
-    prompts = torch.cat([rows.tokens[i, rows.padding[i] : rows.prompt_width] for i in rows.live])
-    packed = _pack(lengths, [0] * batch_size, model.device, starts_at_zero=True)
-    last = torch.tensor(lengths, device=model.device).cumsum(0) - 1
-    logits, features = _target_pass(target, prompts, packed, ragged_cache, last)
-    draft = Draft([0] * batch_size, prompts[:0])
-    kept_features = torch.arange(len(prompts), device=features.device)
-    first = True
+    if prefill_kwargs is None:
+        prefill = packed_prefill(target, rows, ragged_cache)
+    else:
+        prefill = own_prefill(target, rows, mask, ragged_cache, generation_config, prefill_kwargs)
+    outputs = Outputs(generation_config, rows, prefill)
+    starts = torch.tensor(rows.context_starts, device=prefill.feature_rows.device)
+    generator.observe(prefill.features, prefill.feature_rows, prefill.feature_slots - starts[prefill.feature_rows])
+    keep_weights = outputs.wanted["attentions"] and model.get_decoder().config._attn_implementation == "eager"
+    draft, current = Draft([0] * batch_size, input_ids[0, :0]), prefill
 
     while True:
-        # 3. Accept: drafts that the target would have chosen, and its own next token.
+        # 3. Accept drafts that the target would have chosen, and its own next token; commit them.
         counts = [count + 1 for count in draft.counts]
+        starts = [sum(counts[:row]) for row in range(len(counts))]
         tokens = _interleave(rows.anchors(), draft)
-        accepted, bonus, scores = choice(logits, tokens, counts, draft.probabilities, rows.prefix, rows.live)
+        committed, leaving = [0] * len(counts), []
+        for new, scores in choice.rounds(current.logits, tokens, counts, draft.probabilities, rows):
+            for row, index in enumerate(rows.live):
+                kept = stopping.cut(index, new[row])
+                rows.append(index, kept)
+                row_scores = None if scores is None else scores[row]
+                outputs.add(index, current, starts[row] + committed[row], len(kept), row_scores)
+                committed[row] += len(kept)
+            leaving = stopping.leaving(outputs.scores)
+            stream.put(stopping.settled)
+            if leaving:
+                break
         # The clock stops here: on a GPU the pass is only known to be over once its result has been read.
-        if first:
+        if current is prefill:
             statistics.prefill_seconds = time.perf_counter() - clock
         else:
             statistics.verify_seconds += time.perf_counter() - clock
-
-        # 4. Commit, and hand the features of committed tokens to the drafter.
-        if not first:
-            kept_features = _kept(counts, accepted, features.device)
-        where = packed.query_rows, packed.query_positions
-        generator.observe(features[kept_features], *(x.to(features.device)[kept_features] for x in where))
-        drafted = draft.tokens.tolist()
-        finished, start, packed_start = [], 0, 0
-        for row, index in enumerate(rows.live):
-            new = [*drafted[start : start + accepted[row]], bonus[row]]
-            new, done = stopping.cut(new, rows.prefix(row), rows.max_length - rows.lengths[index])
-            length = rows.lengths[index]
-            rows.tokens[index, length : length + len(new)] = torch.tensor(new, device=device)
-            rows.lengths[index] += len(new)
-            if not first:
-                statistics.accepted_lengths[index].append(len(new))
+            for row, index in enumerate(rows.live):
+                statistics.accepted_lengths[index].append(committed[row])
                 statistics.candidate_lengths[index].append(counts[row])
-            if streamer is not None:
-                for token in new:
-                    streamer.put(torch.tensor([token]))
-            if outputs is not None:
-                row_logits = logits[packed_start : packed_start + len(new)]
-                outputs.add(index, row_logits, None if scores is None else scores[row][: len(new)])
-            if done:
-                finished.append(row)
-            start += draft.counts[row]
-            packed_start += counts[row]
-        first = False
+
+            # 4. Hand the features of committed tokens to the drafter.
+            features, packed = current.features, current.packed
+            read = _kept(counts, committed, features.device)
+            read_rows, slots = (x.to(features.device)[read] for x in (packed.query_rows, packed.query_positions))
+            bases = torch.tensor([rows.context_starts[i] for i in rows.live], device=features.device)
+            generator.observe(features[read], read_rows, slots - bases[read_rows])
 
         # 5. Finished rows leave; the last live row takes the free place.
-        for row in reversed(finished):
+        for row in reversed(leaving):
             index, last_row = rows.live[row], len(rows.live) - 1
             if keep_cache:
-                length = rows.lengths[index] - rows.padding[index] - 1
-                layers = range(len(ragged_cache.keys))
-                finished_keys[index] = [[t.clone() for t in ragged_cache.row(i, row, length)] for i in layers]
+                layers = (ragged_cache.row(i, row, rows.slots(index) - 1) for i in range(len(ragged_cache.keys)))
+                finished_keys[index] = [None if pair is None else [t.clone() for t in pair] for pair in layers]
             ragged_cache.move_row(last_row, row)
             generator.move_row(last_row, row)
             rows.live[row] = rows.live[last_row]
@@ -141,7 +130,7 @@ def assisted_decoding(
         # 6. Draft one block per live row, unless none has room for a draft.
         clock = time.perf_counter()
         anchors = rows.anchors()
-        positions = torch.tensor(rows.positions(), device=device)
+        positions = torch.tensor(rows.drafter_positions(), device=device)
         room = rows.room()
         if max(room) > 0 and generator.length_processor.most > 0:
             prefixes = [rows.prefix(row) for row in range(len(room))] if drafter.draft_processors else None
@@ -152,56 +141,33 @@ def assisted_decoding(
 
         # 7. Verify: anchors and drafts of all rows in one packed pass.
         clock = time.perf_counter()
-        tokens = _interleave(anchors, draft)
-        packed = _pack([count + 1 for count in draft.counts], rows.positions(), model.device)
-        logits, features = _target_pass(target, tokens, packed, ragged_cache, None)
+        tokens, lengths = _interleave(anchors, draft), [count + 1 for count in draft.counts]
+        current = packed_pass(
+            target,
+            tokens,
+            pack(lengths, rows.positions(), input_device(model, tokens), keep_weights=keep_weights),
+            ragged_cache,
+            position_offsets=None if prefill.position_offsets is None else prefill.position_offsets[..., rows.live],
+            output_hidden_states=outputs.wanted["hidden_states"],
+        )
 
-    if streamer is not None:
-        streamer.end()
+    stream.end()
+    statistics.trim([length - rows.prompt_width for length in rows.lengths])
     report(statistics)
     sequences = rows.tokens[:, : max(rows.lengths)]
     if keep_cache:
         fill_cache(cache, finished_keys, rows)
-    if outputs is None:
+    if not keep:
         return sequences
     return GenerateAdaFlashOutput(
-        sequences=sequences, scores=outputs.scores(), logits=outputs.logits(), cache=cache, statistics=statistics
+        sequences=sequences,
+        scores=outputs.scores(),
+        logits=outputs.logits(),
+        hidden_states=outputs.hidden_states(),
+        attentions=outputs.attentions(),
+        cache=cache,
+        statistics=statistics,
     )
-
-
-def _target_pass(target: Target, tokens, packed: PackedBatch, cache: RaggedCache, last: torch.Tensor | None):
-    """The target's logits at packed tokens, at all `[T, V]` or at the packed indices `last` only, and the tapped
-    features of all of them `[T, T_layers * d]`. Taps are open for this pass alone: a logits processor may run the
-    target too."""
-    cache.begin(packed)
-    with packed_attention(target.model, decoding=last is None), target.taps() as captured:
-        logits = target.model(
-            input_ids=tokens[None].to(target.model.device),
-            position_ids=packed.query_positions[None],
-            cache=cache,
-            use_cache=True,
-            logits_to_keep=0 if last is None else last,
-            ragged=packed,
-        ).logits[0]
-    if not packed.used:
-        raise AdaFlashError(
-            f"{type(target.model).__name__} didn't use the attention that its configuration names: generate without "
-            "the drafter."
-        )
-    if last is not None and len(logits) != len(last):  # a target that doesn't know `logits_to_keep`
-        logits = logits[last]
-    # Scores go where the caller's ids are, as in plain `generate`: that is where processors hold their tensors.
-    return logits.to(tokens.device), target.features(captured)[0]
-
-
-def _pack(counts: list[int], first_positions: list[int], device, starts_at_zero: bool = False) -> PackedBatch:
-    """The packed batch of `counts[r]` tokens of row r that start at `first_positions[r]`."""
-    lengths = torch.tensor(counts, device=device)
-    query_rows = torch.arange(len(counts), device=device).repeat_interleave(lengths)
-    offsets = torch.arange(sum(counts), device=device) - (lengths.cumsum(0) - lengths)[query_rows]
-    positions = torch.tensor(first_positions, device=device)[query_rows] + offsets
-    longest = max(first + count for first, count in zip(first_positions, counts, strict=True))
-    return PackedBatch(query_rows, positions, len(counts), longest, counts, starts_at_zero=starts_at_zero)
 
 
 def _interleave(anchors: torch.Tensor, draft: Draft) -> torch.Tensor:
@@ -215,10 +181,10 @@ def _interleave(anchors: torch.Tensor, draft: Draft) -> torch.Tensor:
     return tokens
 
 
-def _kept(counts: list[int], accepted: list[int], device) -> torch.Tensor:
+def _kept(counts: list[int], committed: list[int], device) -> torch.Tensor:
     """Packed indices of the verified tokens that are now committed: each row's anchor and accepted drafts."""
     kept, start = [], 0
-    for count, number in zip(counts, accepted, strict=True):
-        kept.extend(range(start, start + number + 1))
+    for count, number in zip(counts, committed, strict=True):
+        kept.extend(range(start, start + number))
         start += count
-    return torch.tensor(kept, device=device)
+    return torch.tensor(kept, dtype=torch.long, device=device)

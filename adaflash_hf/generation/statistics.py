@@ -36,6 +36,16 @@ class AdaFlashStatistics:
         steps = sum(len(row) for row in self.candidate_lengths)
         return sum(map(sum, self.candidate_lengths)) / steps if steps else 0.0
 
+    def trim(self, generated: list[int]) -> None:
+        """Takes back the latest tokens of rows that were cut to `generated` new tokens, the prompt's own included."""
+        for accepted, candidates, tokens in zip(self.accepted_lengths, self.candidate_lengths, generated, strict=True):
+            excess = 1 + sum(accepted) - tokens
+            while accepted and excess >= accepted[-1]:
+                excess -= accepted.pop()
+                candidates.pop()
+            if accepted:
+                accepted[-1] -= excess
+
 
 @dataclass
 class GenerateAdaFlashOutput(GenerateDecoderOnlyOutput):

@@ -1,0 +1,182 @@
+"""Forward passes of the target: over the prompts, and over packed tokens.
+
+Prompts that start from nothing are read in one packed pass, without padding. What only the target's own code knows
+how to read (images, a reused cache, positions of the caller's, chunks, masks with holes) goes through transformers'
+prefill, and its keys and values are then copied to their slots.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import AdaFlashError, AdaFlashValueError
+from ..target import Target
+from .attention import PackedBatch
+from .cache import RaggedCache
+from .integration import packed_attention, plain_prefill
+from .rows import Rows
+
+
+@dataclass
+class Pass:
+    """Results of one packed pass over T tokens.
+
+    Attributes:
+        logits: `[T, V]`, where the caller's ids are.
+        features: `[T, T_layers * d]`, tapped.
+        packed: the tokens' rows and slots.
+        hidden_states: per layer `[1, T, d]`; `None` where not wanted.
+    """
+
+    logits: torch.Tensor
+    features: torch.Tensor
+    packed: PackedBatch
+    hidden_states: tuple | None = None
+
+    def attention_rows(self, at: int) -> list[tuple[torch.Tensor, int | None]]:
+        """Per layer the weights `[heads, slots]` of packed token `at`, and the layer's window."""
+        return [(weights[:, at], window) for weights, window in self.packed.weights]
+
+
+@dataclass
+class Prefill:
+    """Results of reading the prompts.
+
+    Attributes:
+        logits: `[b, V]`, at each row's last column.
+        features, feature_rows, feature_slots: `[n, T_layers * d]` and int64 `[n]`, of the columns that were read.
+        position_offsets: what to add to a row's slots for the target's positions, `[b]` or, with several position
+            axes, `[axes, b]`; `None` where they are equal.
+        hidden_states: per layer `[b, L, d]`; attentions: per layer `[b, heads, L, L]`; `None` where not wanted.
+    """
+
+    logits: torch.Tensor
+    features: torch.Tensor
+    feature_rows: torch.Tensor
+    feature_slots: torch.Tensor
+    position_offsets: torch.Tensor | None = None
+    hidden_states: tuple | None = None
+    attentions: tuple | None = None
+
+
+def packed_prefill(target: Target, rows: Rows, cache: RaggedCache) -> Prefill:
+    """Reads left-padded prompts in one packed pass, scores at each row's last token only."""
+    width, counts = rows.prompt_width, rows.prompt_slots
+    prompts = torch.cat([rows.tokens[i, width - counts[i] : width] for i in rows.live])
+    device = input_device(target.model, rows.tokens)
+    packed = pack(counts, [0] * len(counts), device, starts_at_zero=True)
+    last = torch.tensor(counts, device=device).cumsum(0) - 1
+    done = packed_pass(target, prompts, packed, cache, last=last)
+    where = (x.to(done.features.device) for x in (packed.query_rows, packed.query_positions))
+    return Prefill(done.logits, done.features, *where)
+
+
+def own_prefill(target: Target, rows: Rows, mask, cache: RaggedCache, generation_config, model_kwargs) -> Prefill:
+    """Reads the prompts as plain `generate` does, then copies keys and values.
+
+    Args:
+        mask: bool `[b, past + L]`, as in `Rows`.
+        model_kwargs: as prepared by `generate`; the cache in it is filled.
+
+    Raises:
+        AdaFlashValueError: when the target read other columns than the ids' (embeddings of another length).
+    """
+    model, own_cache = target.model, model_kwargs["cache"]
+    before = int(own_cache.get_seq_length())
+    with target.taps() as captured:
+        output = plain_prefill(model, rows.tokens[:, : rows.prompt_width], generation_config, model_kwargs)
+    features = target.features(captured)
+    held = int(own_cache.get_seq_length())
+    read = held - before
+    if features.shape[1] != read or held != mask.shape[1]:
+        raise AdaFlashValueError(
+            f"{type(model).__name__} turns {mask.shape[1]} columns into {held} cached ones: "
+            "generate without the drafter."
+        )
+    mask = mask.to(features.device)
+    slots = mask.long().cumsum(dim=1) - 1
+    for layer, states in enumerate(own_cache.layers):
+        if states.is_initialized:
+            _copy_layer(cache, layer, states, mask, slots)
+    position_ids = model_kwargs.get("position_ids")
+    offsets = None
+    if position_ids is not None:
+        last_slots = torch.tensor(rows.prompt_slots, device=position_ids.device) - 1
+        offsets = position_ids[..., -1] - last_slots
+    new = mask.clone()
+    new[:, : mask.shape[1] - read] = False
+    rows.context_starts = (slots[:, -1] + 1 - new.sum(dim=1)).tolist()
+    return Prefill(
+        logits=output.logits[:, -1].to(rows.tokens.device),
+        features=features[new[:, mask.shape[1] - read :]],
+        feature_rows=new.nonzero()[:, 0],
+        feature_slots=slots[new],
+        position_offsets=offsets,
+        hidden_states=output.get("hidden_states"),
+        attentions=output.get("attentions"),
+    )
+
+
+def _copy_layer(cache: RaggedCache, layer: int, states, mask: torch.Tensor, slots: torch.Tensor) -> None:
+    """Copies one layer of transformers' cache, of which a sliding one holds the last columns only."""
+    filled = min(int(states.get_seq_length()), states.keys.shape[2])
+    keys, values = states.keys[:, :, :filled], states.values[:, :, :filled]
+    kept = mask[:, -filled:].to(states.keys.device)
+    rows, columns = kept.nonzero(as_tuple=True)
+    positions = slots[:, -filled:].to(kept.device)[rows, columns]
+    counts = kept.sum(dim=1).tolist()
+    cache.begin(PackedBatch(rows, positions, len(mask), int(slots.max()) + 1, counts))
+    cache.update(*(t[rows, :, columns].transpose(0, 1)[None] for t in (keys, values)), layer)
+
+
+def packed_pass(
+    target: Target,
+    tokens: torch.Tensor,
+    packed: PackedBatch,
+    cache: RaggedCache,
+    last: torch.Tensor | None = None,
+    position_offsets: torch.Tensor | None = None,
+    output_hidden_states: bool = False,
+) -> Pass:
+    """The target on packed tokens int64 `[T]`, with logits at all of them or at the packed indices `last` only. Taps
+    are open for this pass alone: a logits processor may run the target too."""
+    cache.begin(packed)
+    position_ids = packed.query_positions[None]
+    if position_offsets is not None:
+        offsets = position_offsets.to(position_ids.device)[..., packed.query_rows]
+        position_ids = (packed.query_positions + offsets).unsqueeze(-2)
+    with packed_attention(target.model, decoding=last is None), target.taps() as captured:
+        output = target.model(
+            input_ids=tokens[None].to(packed.query_rows.device),
+            position_ids=position_ids,
+            cache=cache,
+            use_cache=True,
+            logits_to_keep=0 if last is None else last,
+            output_hidden_states=output_hidden_states,
+            ragged=packed,
+        )
+    if not packed.used:
+        raise AdaFlashError(
+            f"{type(target.model).__name__} didn't use the attention that its configuration names: generate without "
+            "the drafter."
+        )
+    logits = output.logits[0]
+    if last is not None and len(logits) != len(last):  # a target that doesn't know `logits_to_keep`
+        logits = logits[last]
+    # Scores go where the caller's ids are, as in plain `generate`: that is where processors hold their tensors.
+    return Pass(logits.to(tokens.device), target.features(captured)[0], packed, output.get("hidden_states"))
+
+
+def input_device(model, tokens: torch.Tensor) -> torch.device:
+    """Where the target takes its inputs: where its weights are, unless accelerate brings these in layer by layer."""
+    return tokens.device if model.device.type == "meta" else model.device
+
+
+def pack(counts: list[int], first_positions: list[int], device, **settings) -> PackedBatch:
+    """The packed batch of `counts[r]` tokens of row r that start at slot `first_positions[r]`."""
+    lengths = torch.tensor(counts, device=device)
+    query_rows = torch.arange(len(counts), device=device).repeat_interleave(lengths)
+    offsets = torch.arange(sum(counts), device=device) - (lengths.cumsum(0) - lengths)[query_rows]
+    positions = torch.tensor(first_positions, device=device)[query_rows] + offsets
+    longest = max(first + count for first, count in zip(first_positions, counts, strict=True))
+    return PackedBatch(query_rows, positions, len(counts), longest, counts, **settings)
