@@ -588,20 +588,17 @@ def test_case_79_a_window_drafts_as_if_the_rest_were_not_there(overrides):
     def hidden(window, start):
         drafter.generation_config.context_window = window
         generator = DiffusionCandidateGenerator(drafter, Target(target, drafter.config))
-        made = []
-        with torch.no_grad():
-            for first, last in ((start, 21), (21, 24), (24, 25), (25, 30)):
-                if last <= start:
-                    continue
-                first = max(first, start)
-                positions = torch.arange(first, last)
-                generator.observe(features[first:last], torch.zeros_like(positions), positions)
-                made.append(generator._block_hidden(anchor, torch.tensor([last])))
+        for first, last in ((0, 21), (21, 24), (24, 25), (25, 30)):
+            positions = torch.arange(max(first, start), max(last, start)) - start
+            generator.observe(features[max(first, start) : max(last, start)], torch.zeros_like(positions), positions)
+            if last > start:
+                with torch.no_grad():
+                    made = generator._block_hidden(anchor, torch.tensor([last - start]))
         return made
 
-    for ours, theirs in zip(hidden(7, 0)[-1:], hidden(None, 23)[-1:], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(hidden(7, 0)[-1], hidden(None, 0)[-1], atol=1e-3) or overrides
+    torch.testing.assert_close(hidden(7, 0), hidden(None, 23), rtol=1e-4, atol=1e-4)
+    # a window of the drafter's own that is narrower hides the difference
+    assert not torch.allclose(hidden(7, 0), hidden(None, 0), atol=1e-3) or overrides
 
 
 def test_case_82_fully_masked_rows_stay_finite():

@@ -1,9 +1,11 @@
 """Random targets, drafters, prompts and options against plain decoding.
 
-`ADAFLASH_PROPERTY_EXAMPLES=2000 pytest tests/generation/test_property.py` tries that many, new ones each time.
+`ADAFLASH_PROPERTY_SECONDS=600 pytest tests/generation/test_property.py --hypothesis-show-statistics` goes on for that
+long, with new examples each time.
 """
 
 import os
+import time
 
 import torch
 from hypothesis import HealthCheck, event, given, settings
@@ -15,7 +17,8 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from adaflash_hf import collect_statistics
 
 
-EXAMPLES = os.environ.get("ADAFLASH_PROPERTY_EXAMPLES")
+SECONDS = float(os.environ.get("ADAFLASH_PROPERTY_SECONDS", 0))
+_started = time.monotonic()
 _targets: dict = {}
 _SIMPLE = {
     "repetition_penalty": 1.4,
@@ -80,8 +83,8 @@ def options(draw):
 
 
 @settings(
-    max_examples=int(EXAMPLES or 20),
-    derandomize=EXAMPLES is None,
+    max_examples=int(SECONDS * 5) or 20,
+    derandomize=not SECONDS,
     deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),
@@ -95,6 +98,9 @@ def options(draw):
     every=st.sampled_from([None, 2, 5, 100]),
 )
 def test_as_plain(name, seed, lengths, chosen, drafter, every, oracle):
+    if SECONDS and time.monotonic() - _started > SECONDS:
+        event("time was up")
+        return
     (arguments, made), (overrides, policy) = chosen, drafter
     target = target_of(name, seed, "eager" if "output_attentions" in arguments else "sdpa")
     ids, mask = ragged_prompts(lengths)
