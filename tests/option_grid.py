@@ -265,6 +265,14 @@ CELLS = {
     "cache (static)": Cell(lambda call: {"cache": StaticCache(config=call.target.config, max_cache_len=64)}),
     "cache_implementation='static'": Cell({"cache_implementation": "static"}),
     "cache_implementation='offloaded'": Cell({"cache_implementation": "offloaded"}, reference={}),
+    "cache_implementation='offloaded', return_dict": Cell(
+        {"cache_implementation": "offloaded", "return_dict_in_generate": True},
+        reference={"return_dict_in_generate": True},
+    ),
+    "cache_implementation='offloaded', output_hidden_states": Cell(
+        {"cache_implementation": "offloaded", "output_hidden_states": True, "return_dict_in_generate": True},
+        refused="An offloaded `cache` needs an accelerator",
+    ),
     "cache_implementation='quantized'": Cell(
         {"cache_implementation": "quantized"}, refused="`cache_implementation='quantized'` rounds"
     ),

@@ -25,6 +25,7 @@ class RaggedCache(Cache):
         self.offloaded = offloaded
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+        self.devices: list[torch.device] = []
         self.batch: PackedBatch | None = None
 
     def begin(self, batch: PackedBatch) -> None:
@@ -40,6 +41,7 @@ class RaggedCache(Cache):
         while len(self.keys) <= layer_idx:
             self.keys.append(key_states.new_zeros(0))
             self.values.append(value_states.new_zeros(0))
+            self.devices.append(device)
         for store, states in ((self.keys, key_states), (self.values, value_states)):
             if store[layer_idx].numel() == 0 or not _fits(store[layer_idx], batch):
                 store[layer_idx] = _grown(store[layer_idx], batch, states)
@@ -61,7 +63,8 @@ class RaggedCache(Cache):
         """Keys and values `[kv_heads, length, head_dim]` of one row; `None` for a layer that has none of its own."""
         if not self.keys[layer_idx].numel():
             return None
-        return self.keys[layer_idx][row, :, :length], self.values[layer_idx][row, :, :length]
+        stores = self.keys[layer_idx], self.values[layer_idx]
+        return tuple(store[row, :, :length].to(self.devices[layer_idx]) for store in stores)
 
 
 def _fits(store: torch.Tensor, batch: PackedBatch) -> bool:

@@ -7,7 +7,7 @@ j-th token. A row that has finished leaves the batch.
 import time
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ..modeling_adaflash import AdaFlashDrafter
 from ..target import Target
@@ -30,9 +30,9 @@ def assisted_decoding(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     mask: torch.Tensor,
+    cache: Cache,
     prefill_kwargs: dict | None = None,
     streamer=None,
-    cache=None,
 ):
     """Generates as plain `generate` would, faster.
 
@@ -40,8 +40,8 @@ def assisted_decoding(
         model: the target.
         input_ids: int64 `[b, L]`.
         mask: bool `[b, past + L]`, the columns of a reused cache and of the ids that may be looked at.
-        prefill_kwargs: model arguments for transformers' own prefill; `None` for the packed one.
         cache: the cache that `generate` prepared, or the caller's own; filled at the end where somebody can see it.
+        prefill_kwargs: model arguments for transformers' own prefill; `None` for the packed one.
 
     Returns:
         int64 `[b, L + generated]`, rows that ended early right-padded, or a `GenerateAdaFlashOutput`.
@@ -50,7 +50,7 @@ def assisted_decoding(
     target = Target(model, drafter.config)
     batch_size = input_ids.shape[0]
     keep = generation_config.return_dict_in_generate
-    keep_cache = cache is not None and (keep or getattr(cache, "_is_user_defined", False))
+    keep_cache = keep or getattr(cache, "_is_user_defined", False)
     choice = TargetChoice(logits_processor, generation_config.do_sample, keep and generation_config.output_scores)
     generator = DiffusionCandidateGenerator(
         drafter,
@@ -65,7 +65,7 @@ def assisted_decoding(
     rows = Rows(input_ids, mask, max_length, int(pad) if pad is not None else 0)
     stopping, stream = Stopping(stopping_criteria, rows), Stream(streamer, rows)
     statistics = AdaFlashStatistics([[] for _ in range(batch_size)], [[] for _ in range(batch_size)])
-    ragged_cache = RaggedCache(offloaded=getattr(cache, "offloading", False))
+    ragged_cache = RaggedCache(offloaded=cache.offloading)
     device = input_ids.device
     finished_keys: dict[int, list] = {}
 
@@ -90,7 +90,7 @@ def assisted_decoding(
         for new, scores in choice.rounds(current.logits, tokens, counts, draft.probabilities, rows):
             for row, index in enumerate(rows.live):
                 kept = stopping.cut(index, new[row])
-                rows.append(index, kept)
+                rows.commit(index, kept)
                 row_scores = None if scores is None else scores[row]
                 outputs.add(index, current, starts[row] + committed[row], len(kept), row_scores)
                 committed[row] += len(kept)

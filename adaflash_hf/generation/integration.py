@@ -113,7 +113,7 @@ def check_request(model, drafter: AdaFlashDrafter, mode, config, mode_kwargs: di
     AdaptiveLengthLogitsProcessor(drafter.generation_config, 1, 0, drafter.length_head)
 
 
-# The target's masks and images; anything else that reaches its forward would have to reach the verification too.
+# What only the pass over the prompt needs: images and the like. Anything else would have to reach verification too.
 _PROMPT_INPUTS = {
     *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
     "image_grid_thw",
@@ -167,6 +167,8 @@ def _decode(model, drafter, input_ids, logits_processor, stopping_criteria, gene
     own = generation_config.output_hidden_states or generation_config.output_attentions
     prefill_kwargs = None
     if not from_nothing or own or generation_config.prefill_chunk_size is not None:
+        if cache.offloading and not torch.accelerator.is_available():
+            raise AdaFlashValueError("An offloaded `cache` needs an accelerator to be offloaded from: leave it out.")
         prefill_kwargs = {
             **given,
             "attention_mask": attention_mask,
@@ -185,9 +187,9 @@ def _decode(model, drafter, input_ids, logits_processor, stopping_criteria, gene
         stopping_criteria,
         generation_config,
         mask,
+        cache,
         prefill_kwargs=prefill_kwargs,
         streamer=streamer,
-        cache=cache,
     )
 
 
@@ -206,7 +208,7 @@ def _fit_cache(cache, input_ids: torch.Tensor, mask: torch.Tensor) -> None:
         AdaFlashValueError: when cache, ids and mask don't belong together, or the last token can't be taken back.
     """
     held, width = int(cache.get_seq_length()), input_ids.shape[1]
-    if held == 0 or mask.shape[1] == held + width:
+    if mask.shape[1] == held + width:
         return
     if mask.shape[1] != width or held > width:
         raise AdaFlashValueError(

@@ -139,4 +139,9 @@ def fill_cache(cache, finished_keys: dict[int, list], rows: Rows) -> None:
                 whole = states.new_zeros(states.shape[0], longest, states.shape[2])
                 whole[:, first : first + slots] = states[:, :slots]
                 store.append(whole[:, held:])
-        cache.update(torch.stack(keys), torch.stack(values), layer)
+        keys, values = torch.stack(keys), torch.stack(values)
+        # Not by the cache's own `update` where it can be helped: that one offloads layers as a forward pass needs it.
+        if layer < len(cache.layers):
+            cache.layers[layer].update(keys, values)
+        else:
+            cache.update(keys, values, layer)

@@ -95,6 +95,8 @@ def own_prefill(target: Target, rows: Rows, mask, cache: RaggedCache, generation
         )
     mask = mask.to(features.device)
     slots = mask.long().cumsum(dim=1) - 1
+    if own_cache.offloading:  # its copies to the CPU don't wait
+        torch.accelerator.synchronize()
     for layer, states in enumerate(own_cache.layers):
         if states.is_initialized:
             _copy_layer(cache, layer, states, mask, slots)

@@ -33,10 +33,11 @@ class Rows:
         # Slot of a row's first token that this call's drafter gets to see.
         self.context_starts = [0] * batch
 
-    def append(self, index: int, new: list[int]) -> None:
+    def commit(self, index: int, tokens: list[int]) -> None:
+        """Appends tokens to the row at a batch index."""
         length = self.lengths[index]
-        self.tokens[index, length : length + len(new)] = torch.tensor(new, device=self.tokens.device)
-        self.lengths[index] += len(new)
+        self.tokens[index, length : length + len(tokens)] = torch.tensor(tokens, device=self.tokens.device)
+        self.lengths[index] += len(tokens)
 
     def trim(self, index: int, length: int) -> None:
         """Takes back what lies beyond `length` columns."""
