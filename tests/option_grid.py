@@ -7,6 +7,7 @@ have the right distribution is asked in `test_sampling.py` and, for the remainin
 """
 
 import copy
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -337,6 +338,7 @@ def cells():
                     yield name, batch, sampling
 
 
+@functools.cache
 def drafter():
     return make_drafter(head="survival")
 

@@ -14,7 +14,6 @@ Not here, with the reason:
 * L8: remote code of others.
 """
 
-import asyncio
 import copy
 import threading
 
@@ -23,15 +22,12 @@ import torch
 from tiny import VOCAB, make_drafter, make_llava, make_qwen2_vl, make_target, make_tokenizer, ragged_prompts
 from torch import nn
 from transformers import (
-    AsyncTextIteratorStreamer,
     LogitsProcessor,
     LogitsProcessorList,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
     StaticCache,
-    StoppingCriteriaList,
     TextIteratorStreamer,
-    TextStreamer,
 )
 
 from adaflash_hf import AdaFlashConfig, AdaFlashDrafter, AdaFlashError, AdaFlashValueError, collect_statistics
@@ -538,6 +534,27 @@ def test_case_72_every_way_to_read_the_prompt_gives_the_same_features(options, m
         torch.testing.assert_close(features[rows == row], truth, rtol=1e-3, atol=1e-4)
 
 
+def test_case_72_a_reused_cache_gives_features_of_the_new_tokens(monkeypatch):
+    """The prefix has none, so the drafter's context starts behind it, at position 0 of its own."""
+    seen = []
+    observe = DiffusionCandidateGenerator.observe
+
+    def record(self, features, rows, positions):
+        seen.append((features.clone(), positions.clone()))
+        observe(self, features, rows, positions)
+
+    target = make_target()
+    first = target.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), return_dict_in_generate=True, **GREEDY)
+    ids = torch.cat([first.sequences, torch.tensor([[9, 8, 7]])], dim=1)
+    hidden = target(ids, output_hidden_states=True).hidden_states
+    monkeypatch.setattr(DiffusionCandidateGenerator, "observe", record)
+    given = {"attention_mask": torch.ones_like(ids), "cache": first.cache}
+    target.generate(ids, assistant_model=make_drafter(), **given, **GREEDY)
+    assert seen[0][1].tolist() == [0, 1, 2, 3] and int(seen[1][1][0]) == 4
+    truth = torch.cat([hidden[1], hidden[3]], dim=-1)[0, -4:]
+    torch.testing.assert_close(seen[0][0], truth, rtol=1e-3, atol=1e-4)
+
+
 def test_case_73_a_drafter_alone_names_its_target():
     with pytest.raises(AdaFlashError, match="tiny/target"):
         make_drafter().generate(PROMPT)
@@ -711,30 +728,6 @@ def test_case_102_characters_of_several_tokens(oracle):
     assert "".join(pieces) == text and len(pieces) > 3 and "\ufffd" not in "".join(pieces)
 
 
-@pytest.mark.parametrize("kind", ["print", "iterator", "async"])
-def test_streamers_show_the_same_text(kind, oracle, capsys):
-    target, tokenizer = make_target(), make_tokenizer()
-    plain = target.generate(PROMPT, **GREEDY)
-    oracle(plain)
-    text = tokenizer.decode(plain[0, PROMPT.shape[1] :])
-
-    async def collect():
-        streamer = AsyncTextIteratorStreamer(tokenizer, skip_prompt=True)
-        run = asyncio.to_thread(target.generate, PROMPT, streamer=streamer, assistant_model=make_drafter(), **GREEDY)
-        task = asyncio.create_task(run)
-        pieces = [piece async for piece in streamer]
-        await task
-        return "".join(pieces)
-
-    if kind == "async":
-        assert asyncio.run(collect()) == text
-        return
-    streamer = (TextStreamer if kind == "print" else TextIteratorStreamer)(tokenizer, skip_prompt=True)
-    target.generate(PROMPT, streamer=streamer, assistant_model=make_drafter(), **GREEDY)
-    shown = capsys.readouterr().out.strip() if kind == "print" else "".join(streamer)
-    assert shown == text
-
-
 class ForceText(LogitsProcessor):
     def __init__(self, tokens: torch.Tensor):
         self.tokens = tokens
@@ -781,123 +774,6 @@ def test_case_L7_the_returned_cache_records_nothing(oracle):
     for layer in again.cache.layers:
         assert not layer.record_past and layer.keys.shape[2] <= target.config.sliding_window - 1
     assert torch.equal(again.sequences, target.generate(out.sequences, **given).sequences)
-
-
-def test_an_interrupt_leaves_nothing_behind(monkeypatch, oracle):
-    """Raised in the target, the drafter, a processor, a criterion or the streamer, at the third call."""
-    target, drafter = make_target(), make_drafter()
-    plain = target.generate(PROMPT, **GREEDY)
-    oracle(plain)
-
-    class Third:
-        def __init__(self):
-            self.calls = 0
-
-        def __call__(self, *args, **kwargs):
-            self.calls += 1
-            if self.calls == 3:
-                raise KeyboardInterrupt
-            return args[1] if len(args) > 1 and torch.is_tensor(args[1]) else torch.zeros(1, dtype=torch.bool)
-
-        put = __call__
-
-        def end(self):
-            pass
-
-    def hooked(module):
-        third = Third()
-
-        def hook(*args):
-            third()
-
-        return module.register_forward_hook(hook)
-
-    for options in (
-        {"logits_processor": LogitsProcessorList([Third()])},
-        {"stopping_criteria": StoppingCriteriaList([Third()])},
-        {"streamer": Third()},
-        {},
-        {"drafter": True},
-    ):
-        handle = None
-        if not options or "drafter" in options:
-            handle = hooked(drafter.layers[0].mlp if options else target.model.layers[1].mlp)
-        options.pop("drafter", None)
-        with pytest.raises(KeyboardInterrupt):
-            target.generate(PROMPT, assistant_model=drafter, **options, **GREEDY)
-        if handle is not None:
-            handle.remove()
-        assert target.config._attn_implementation == "sdpa"
-        assert not any(layer._forward_hooks for layer in target.model.layers)
-        assert torch.equal(target.generate(PROMPT, assistant_model=drafter, **GREEDY), plain)
-        assert torch.equal(target.generate(PROMPT, **GREEDY), plain)
-
-
-def test_generate_inside_generate(oracle):
-    """A processor that itself generates with the same target and drafter."""
-    target, drafter = make_target(), make_drafter()
-
-    class Asks(LogitsProcessor):
-        def __init__(self, **assistant):
-            self.assistant = assistant
-
-        def __call__(self, input_ids, scores):
-            inner = target.generate(input_ids, do_sample=False, max_new_tokens=3, **self.assistant)
-            return scores.index_fill(1, inner[0, -1:], float("-inf"))
-
-    plain = target.generate(PROMPT, logits_processor=LogitsProcessorList([Asks()]), **GREEDY)
-    ours = target.generate(
-        PROMPT,
-        assistant_model=drafter,
-        logits_processor=LogitsProcessorList([Asks(assistant_model=drafter)]),
-        **GREEDY,
-    )
-    assert torch.equal(ours, plain)
-
-
-def test_transition_scores(oracle):
-    target = make_target()
-    options = {"output_scores": True, "return_dict_in_generate": True, **GREEDY}
-    ids, mask = ragged_prompts((3, 7))
-    plain = target.generate(ids, attention_mask=mask, **options)
-    oracle(plain.sequences)
-    ours = target.generate(ids, attention_mask=mask, assistant_model=make_drafter(), **options)
-    scores = [
-        target.compute_transition_scores(out.sequences, out.scores, normalize_logits=True) for out in (plain, ours)
-    ]
-    torch.testing.assert_close(scores[0], scores[1], rtol=1e-3, atol=1e-4)
-
-
-def test_statistics_and_stream_stop_where_the_text_does(oracle):
-    """Tokens that a criterion cut off are in no account."""
-    from option_grid import Collects, RowStops
-
-    target = make_target()
-    ids, mask = ragged_prompts((2, 5, 9))
-    free = target.generate(ids, attention_mask=mask, **GREEDY)
-    oracle(free, every=100)
-    for more in ({}, {"eos_token_id": int(free[0, ids.shape[1] + 12]), "pad_token_id": 0}):
-        streamer = Collects()
-        out = target.generate(
-            ids,
-            attention_mask=mask,
-            assistant_model=make_drafter(),
-            stopping_criteria=StoppingCriteriaList([RowStops(ids.shape[1])]),
-            streamer=streamer,
-            return_dict_in_generate=True,
-            **more,
-            **GREEDY,
-        )
-        assert torch.equal(torch.stack(streamer.values[1:], dim=1), out.sequences[:, ids.shape[1] :])
-        for row, (accepted, candidates) in enumerate(
-            zip(out.statistics.accepted_lengths, out.statistics.candidate_lengths, strict=True)
-        ):
-            kept = out.sequences.shape[1] - ids.shape[1]
-            if more:
-                kept = int((out.sequences[row, ids.shape[1] :] != 0).sum())
-            assert 1 + sum(accepted) == kept
-            assert len(accepted) == len(candidates)
-        assert out.cache.get_seq_length() == out.sequences.shape[1] - 1
 
 
 def test_tied_and_untied_heads(oracle):
