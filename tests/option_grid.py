@@ -256,6 +256,11 @@ CELLS = {
     "output_attentions (eager)": Cell(
         {"output_attentions": True, "return_dict_in_generate": True}, target={"attn_implementation": "eager"}
     ),
+    "output_attentions (eager), static cache": Cell(
+        {"output_attentions": True, "return_dict_in_generate": True, "cache_implementation": "static"},
+        target={"attn_implementation": "eager"},
+        refused="`output_attentions` over a static cache",
+    ),
     "output_attentions (sdpa)": Cell({"output_attentions": True, "return_dict_in_generate": True}),
     "num_return_sequences": Cell({"num_return_sequences": 2}, sampling="only"),
     # caches

@@ -151,6 +151,11 @@ def _decode(model, drafter, input_ids, logits_processor, stopping_criteria, gene
             raise AdaFlashValueError(f"`{key}` can't be passed to the target with a drafter: drop it or the drafter.")
     if type(cache) not in (DynamicCache, StaticCache):
         raise AdaFlashValueError(f"`cache` is a {type(cache).__name__}: pass a DynamicCache, or none.")
+    if generation_config.output_attentions and type(cache) is StaticCache:
+        raise AdaFlashValueError(
+            "`output_attentions` over a static cache has a column for every reserved slot, which packed verification "
+            "doesn't look at: use a dynamic cache."
+        )
     mask = _visible(input_ids, attention_mask, generation_config)
     _fit_cache(cache, input_ids, mask)
     if not bool(mask.any(dim=1).all()):

@@ -618,6 +618,28 @@ def test_case_79_a_window_drafts_as_if_the_rest_were_not_there(overrides):
     assert not torch.allclose(hidden(7, 0), hidden(None, 0), atol=1e-3) or overrides
 
 
+def test_case_79_rows_of_unlike_length_share_a_ring():
+    """The block of a row that hasn't filled its window equals that of the row alone."""
+    from adaflash_hf.target import Target
+
+    target, drafter = make_target(), make_drafter()
+    drafter.generation_config.context_window = 7
+    features = torch.randn(33, 64)
+
+    def hidden(*lengths):
+        generator = DiffusionCandidateGenerator(drafter, Target(target, drafter.config))
+        rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        taken = torch.cat([features[:n] if n > 5 else features[30 : 30 + n] for n in lengths])
+        generator.observe(taken, rows, positions)
+        with torch.no_grad():
+            return generator._block_hidden(torch.full((len(lengths),), 4), torch.tensor(lengths))
+
+    both = hidden(20, 3)
+    torch.testing.assert_close(both[:1], hidden(20), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(both[1:], hidden(3), rtol=1e-4, atol=1e-4)
+
+
 def test_case_82_fully_masked_rows_stay_finite():
     """Rows of unlike length, eager and sdpa."""
     results = []

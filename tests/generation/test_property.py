@@ -19,6 +19,7 @@ from adaflash_hf import collect_statistics
 
 SECONDS = float(os.environ.get("ADAFLASH_PROPERTY_SECONDS", 0))
 _started = time.monotonic()
+_failed: list[str] = []
 _targets: dict = {}
 _SIMPLE = {
     "repetition_penalty": 1.4,
@@ -68,6 +69,8 @@ def drafters(draw):
 def options(draw):
     """Plain keyword arguments, and the kinds of objects to make for each call."""
     chosen = {key: _SIMPLE[key] for key in draw(st.sets(st.sampled_from(sorted(_SIMPLE)), max_size=3))}
+    if "output_attentions" in chosen:  # refused with a static cache
+        chosen.pop("cache_implementation", None)
     if chosen.keys() & {"output_scores", "output_logits", "output_hidden_states", "output_attentions"}:
         chosen["return_dict_in_generate"] = True
     chosen["max_new_tokens"] = draw(st.integers(1, 24))
@@ -98,7 +101,7 @@ def options(draw):
     every=st.sampled_from([None, 2, 5, 100]),
 )
 def test_as_plain(name, seed, lengths, chosen, drafter, every, oracle):
-    if SECONDS and time.monotonic() - _started > SECONDS:
+    if SECONDS and not _failed and time.monotonic() - _started > SECONDS:
         event("time was up")
         return
     (arguments, made), (overrides, policy) = chosen, drafter
@@ -133,4 +136,7 @@ def test_as_plain(name, seed, lengths, chosen, drafter, every, oracle):
     with collect_statistics() as calls:
         ours = run(assistant_model=drafter)
     event("drafts accepted" if calls[0].mean_accepted_length > 1 else "no draft accepted")
-    assert difference(plain, ours) is None
+    differs = difference(plain, ours)
+    if differs is not None:
+        _failed.append(differs)
+    assert differs is None
