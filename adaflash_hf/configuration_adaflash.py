@@ -212,6 +212,8 @@ class AdaFlashGenerationConfig(GenerationConfig):
             Break-even is the cost of one more verified token over the cost of one committed token: about 0.05 where
             verification is nearly free (a GPU at batch size 1), 0.3 where it is dear.
         num_assistant_tokens: most drafted tokens per step; `None` means the whole block.
+        context_window: the drafter looks at, and keeps, this many of the latest committed tokens only; `None` means
+            all. What it costs in acceptance, it saves in memory and draft time on long contexts.
     """
 
     def __init__(self, **kwargs):
@@ -220,6 +222,7 @@ class AdaFlashGenerationConfig(GenerationConfig):
         self.length_rate = kwargs.pop("length_rate", 1.0)
         self.min_candidate_length = kwargs.pop("min_candidate_length", 1)
         self.survival_threshold = kwargs.pop("survival_threshold", 0.1)
+        self.context_window = kwargs.pop("context_window", None)
         super().__init__(**kwargs)
 
     @classmethod
@@ -239,6 +242,8 @@ class AdaFlashGenerationConfig(GenerationConfig):
             raise AdaFlashValueError(f"`min_candidate_length` is {self.min_candidate_length}: use 1 or more.")
         if not 0 <= self.survival_threshold <= 1:
             raise AdaFlashValueError(f"`survival_threshold` is {self.survival_threshold}: use 0 to 1.")
+        if self.context_window is not None and self.context_window < 1:
+            raise AdaFlashValueError(f"`context_window` is {self.context_window}: use 1 or more, or None for all.")
         if self.num_assistant_tokens is not None and self.num_assistant_tokens < 0:
             raise AdaFlashValueError(f"`num_assistant_tokens` is {self.num_assistant_tokens}: use 0 or more.")
 

@@ -71,12 +71,12 @@ class Target:
 
     @contextlib.contextmanager
     def taps(self):
-        """While open, every forward pass of the target fills the yielded dict: layer id -> output `[b, n, d]`."""
-        captured: dict[int, torch.Tensor] = {}
+        """While open, every forward pass of the target adds to the yielded dict: layer id -> outputs `[b, n, d]`."""
+        captured: dict[int, list[torch.Tensor]] = {i: [] for i in self.layer_ids}
 
         def hook(layer_id):
             def capture(module, args, output):
-                captured[layer_id] = output[0] if isinstance(output, tuple) else output
+                captured[layer_id].append(output[0] if isinstance(output, tuple) else output)
 
             return capture
 
@@ -87,10 +87,20 @@ class Target:
             for handle in handles:
                 handle.remove()
 
-    def features(self, captured: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Concatenates tapped outputs to `[b, n, T*d]`, in the order of `target_layer_ids`."""
-        device = captured[self.layer_ids[0]].device
-        return torch.cat([captured[i].to(device) for i in self.layer_ids], dim=-1)
+    def features(self, captured: dict[int, list[torch.Tensor]]) -> torch.Tensor:
+        """Concatenates tapped outputs of all passes to `[b, n, T*d]`, in the order of `target_layer_ids`.
+
+        Raises:
+            AdaFlashValueError: for layers with several streams of hidden states (Gemma 3n).
+        """
+        first = captured[self.layer_ids[0]][0]
+        if first.dim() != 3:
+            raise AdaFlashValueError(
+                f"The layers of {type(self.model).__name__} give {first.dim()}-dimensional outputs, which no drafter "
+                "reads: generate without the drafter."
+            )
+        device = first.device
+        return torch.cat([torch.cat([part.to(device) for part in captured[i]], dim=1) for i in self.layer_ids], dim=-1)
 
     def head_rows(self, token_ids: torch.Tensor | None):
         """A function from hidden states `[..., d]` to logits over `token_ids` (all tokens when `None`).
@@ -119,4 +129,4 @@ class Target:
     def _head_dtype(self) -> torch.dtype:
         # A quantised head has no floating-point weight; it takes the model's own dtype.
         weight = getattr(self.head, "weight", None)
-        return weight.dtype if weight is not None and weight.is_floating_point() else self.model.dtype
+        return weight.dtype if torch.is_tensor(weight) and weight.is_floating_point() else self.model.dtype

@@ -41,10 +41,10 @@ def _forced_kernels(request):
 def _fixed_costs(monkeypatch, tmp_path):
     """Costs of a machine where verification is cheap, so that runs don't depend on this one's load, and nothing is
     written to the user's cache."""
-    from adaflash_hf.generation import costs, passes
+    from adaflash_hf.generation import costs, probing
 
     model = costs.CostModel(tokens=[1, 8, 64], verify=[1.0, 1.2, 4.0], rows=[1, 8], draft=[0.1, 0.15])
-    monkeypatch.setattr(passes, "load_costs", lambda description, measure_costs: model)
+    monkeypatch.setattr(probing, "load_costs", lambda description, measure_costs: model)
     monkeypatch.setattr(costs, "cached_assets_path", lambda *args, **kwargs: tmp_path)
 
 
@@ -52,7 +52,8 @@ def _fixed_costs(monkeypatch, tmp_path):
 def oracle(monkeypatch):
     """Makes drafts come from known continuations, with a mistake now and then, so that every accepted length occurs.
 
-    Call it with the plain output `[b, L + n]` and the batch's left padding; the drafter still runs.
+    Call it with the plain output `[b, L + n]` and how often to err (`None`: the drafter's own drafts); the drafter
+    runs either way.
     """
     from adaflash_hf.generation import decoding
     from adaflash_hf.generation.candidate_generator import DiffusionCandidateGenerator
@@ -67,6 +68,8 @@ def oracle(monkeypatch):
 
     def draft(self, anchors, positions, room, prefixes=None):
         made = original_draft(self, anchors, positions, room, prefixes)
+        if state.get("every") is None:
+            return made
         tokens, rows = [], state["rows"]
         for row, count in enumerate(made.counts):
             index = rows.live[row]
@@ -83,7 +86,7 @@ def oracle(monkeypatch):
     monkeypatch.setattr(decoding.Rows, "__init__", keep_rows)
     monkeypatch.setattr(DiffusionCandidateGenerator, "draft", draft)
 
-    def use(plain: torch.Tensor, every: int = 7):
+    def use(plain: torch.Tensor, every: int | None = 7):
         state.update(plain=plain, every=every)
 
     return use

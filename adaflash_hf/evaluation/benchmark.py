@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ..cli.arguments import make_parser, parse
 from ..default_target import load_default_target, native_bfloat16
 from ..errors import AdaFlashValueError
-from ..generation.passes import target_costs
+from ..generation.probing import target_costs
 from ..generation.statistics import collect_statistics
 from ..kernels.packed_linear import pack_linear_weights
 from ..modeling_adaflash import AdaFlashDrafter
@@ -220,7 +220,7 @@ def main(argv: list[str]) -> None:
     (arguments,) = parse(make_parser("bench", DESCRIPTION, (BenchmarkArguments,)), argv)
     target, tokenizer, drafter = load(arguments)
     with torch.no_grad():
-        costs = target_costs(Target(target, drafter.config), drafter)
+        costs = target_costs(Target(target, drafter.config), drafter, target.device)
     if arguments.cost:
         sys.stdout.write(json.dumps(dataclasses.asdict(costs), indent=2) + "\n")
         return

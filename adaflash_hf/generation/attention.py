@@ -16,9 +16,10 @@ class PackedBatch(RaggedQueries):
     """The tokens of one forward pass: which row and position each has.
 
     Args:
-        query_rows, query_positions, num_rows, longest, counts, block_ends: as in `RaggedQueries`.
+        query_rows, query_positions, num_rows, longest, counts, block_ends, ring: as in `RaggedQueries`.
         key_rows, key_positions: int64 `[K]`, tokens whose keys are written; the queries themselves by default.
         starts_at_zero: whether every row begins here (prefill), which needs no mask.
+        keep_weights: collect attention weights in `weights`, per layer `[heads, T, longest]` and the layer's window.
     """
 
     def __init__(
@@ -32,11 +33,15 @@ class PackedBatch(RaggedQueries):
         key_positions: torch.Tensor | None = None,
         block_ends: torch.Tensor | None = None,
         starts_at_zero: bool = False,
+        ring: int | None = None,
+        keep_weights: bool = False,
     ):
-        super().__init__(query_rows, query_positions, num_rows, longest, counts, block_ends)
+        super().__init__(query_rows, query_positions, num_rows, longest, counts, block_ends, ring)
         self.key_rows = query_rows if key_rows is None else key_rows
         self.key_positions = query_positions if key_positions is None else key_positions
+        self.key_slots = self.key_positions if ring is None else self.key_positions % ring
         self.starts_at_zero = starts_at_zero
+        self.keep_weights, self.weights = keep_weights, []
         self.used = False
 
     def attention(
@@ -67,9 +72,11 @@ class PackedBatch(RaggedQueries):
         if self.starts_at_zero and module.is_causal and sliding_window is None and softcap is None and s_aux is None:
             return self._prefill_attention(query, key, value, scaling), None
         packed = query[0].transpose(0, 1)
-        output = kernels.ragged_attention(
-            packed, key, value, self, module.is_causal, sliding_window, scaling, softcap, s_aux
-        )
+        arguments = packed, key, value, self, module.is_causal, sliding_window, scaling, softcap, s_aux
+        if not self.keep_weights:
+            return kernels.ragged_attention(*arguments)[None], None
+        output, weights = kernels.ragged_attention_with_weights(*arguments)
+        self.weights.append((weights, sliding_window))
         return output[None], None
 
     def _prefill_attention(self, query, key, value, scaling) -> torch.Tensor:

@@ -15,12 +15,17 @@ class RaggedCache(Cache):
     """Keys and values `[rows, kv_heads, slots, head_dim]` per layer, grown as needed.
 
     Call `begin(batch)` before each forward pass of the model that the cache is given to.
+
+    Args:
+        offloaded: keep everything in the CPU's memory; a layer's rows are on the model's device only while it runs.
     """
 
-    def __init__(self):
+    def __init__(self, offloaded: bool = False):
         super().__init__(layers=[])
+        self.offloaded = offloaded
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+        self.devices: list[torch.device] = []
         self.batch: PackedBatch | None = None
 
     def begin(self, batch: PackedBatch) -> None:
@@ -30,29 +35,36 @@ class RaggedCache(Cache):
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         """Writes `[1, kv_heads, T, head_dim]` packed keys and values to their slots; returns the rows in use,
         `[rows, kv_heads, longest, head_dim]`."""
-        batch = self.batch
+        batch, device = self.batch, key_states.device
+        if self.offloaded:
+            key_states, value_states = key_states.cpu(), value_states.cpu()
         while len(self.keys) <= layer_idx:
             self.keys.append(key_states.new_zeros(0))
             self.values.append(value_states.new_zeros(0))
+            self.devices.append(device)
         for store, states in ((self.keys, key_states), (self.values, value_states)):
             if store[layer_idx].numel() == 0 or not _fits(store[layer_idx], batch):
                 store[layer_idx] = _grown(store[layer_idx], batch, states)
-            where = batch.key_rows.to(states.device), slice(None), batch.key_positions.to(states.device)
+            where = batch.key_rows.to(states.device), slice(None), batch.key_slots.to(states.device)
             store[layer_idx][where] = states[0].transpose(0, 1)
         rows, longest = batch.num_rows, batch.longest
-        return self.keys[layer_idx][:rows, :, :longest], self.values[layer_idx][:rows, :, :longest]
+        return tuple(store[layer_idx][:rows, :, :longest].to(device) for store in (self.keys, self.values))
 
     def move_row(self, source: int, destination: int) -> None:
         """Overwrites one row with another, when a finished sequence leaves the batch."""
         for store in (*self.keys, *self.values):
-            store[destination].copy_(store[source])
+            if store.numel():
+                store[destination].copy_(store[source])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.batch.longest if self.batch is not None and self.keys else 0
 
-    def row(self, layer_idx: int, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[kv_heads, length, head_dim]` of one row."""
-        return self.keys[layer_idx][row, :, :length], self.values[layer_idx][row, :, :length]
+    def row(self, layer_idx: int, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values `[kv_heads, length, head_dim]` of one row; `None` for a layer that has none of its own."""
+        if not self.keys[layer_idx].numel():
+            return None
+        stores = self.keys[layer_idx], self.values[layer_idx]
+        return tuple(store[row, :, :length].to(self.devices[layer_idx]) for store in stores)
 
 
 def _fits(store: torch.Tensor, batch: PackedBatch) -> bool:

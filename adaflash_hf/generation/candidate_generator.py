@@ -109,6 +109,7 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         self.token_ids = drafter.draft_token_ids if config.draft_vocab_size is not None else None
         self._columns = None if self.token_ids is None else draft_columns_of(self.token_ids, config.vocab_size)
         self._logits = target.head_rows(self.token_ids)
+        self.window = drafter.generation_config.context_window
         self._cache = RaggedCache()
         self._pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.model_kwargs_overrides = {"output_hidden_states": [i + 1 for i in config.target_layer_ids]}
@@ -140,6 +141,11 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         if self.length_processor.most == 0:
             return
         self._pending.append((features, rows, positions))
+        if self.window is not None:
+            features, rows, positions = (torch.cat(parts) for parts in zip(*self._pending, strict=True))
+            newest = positions.new_zeros(int(rows.max()) + 1).scatter_reduce(0, rows, positions, "amax")
+            recent = positions > newest[rows] - self.window
+            self._pending = [(features[recent], rows[recent], positions[recent])]
 
     def move_row(self, source: int, destination: int) -> None:
         """Row `source` takes the place of the finished row `destination`, whose state is dropped."""
@@ -258,6 +264,7 @@ class DiffusionCandidateGenerator(CandidateGenerator):
             key_rows=torch.cat([context_rows.to(device), block_rows]),
             key_positions=key_positions,
             block_ends=positions + size - 1,
+            ring=None if self.window is None else self.window + size,
         )
         self._cache.begin(batch)
         output = self.drafter(

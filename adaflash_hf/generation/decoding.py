@@ -1,8 +1,7 @@
 """The decoding loop: draft a block per row, choose lengths, verify in one packed pass, commit what is accepted.
 
 One loop serves every batch size, and a queue of more rows than are live at a time. Rows are left-padded on entry and
-on return only; inside, slot j of a row is its position j. A row that has finished leaves the batch, and is padded
-where plain `generate` without an end token would go on. Stopping criteria see one row at a time, and no scores.
+on return only; inside, slot j of a row holds its j-th token. A row that has finished leaves the batch.
 
 Each turn of the loop is one target pass: prompts of rows that are let in, or anchors and drafts of all live rows.
 """
@@ -10,17 +9,20 @@ Each turn of the loop is one target pass: prompts of rows that are let in, or an
 import time
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from ..errors import AdaFlashValueError
 from ..modeling_adaflash import AdaFlashDrafter
 from ..target import Target
 from .cache import RaggedCache
 from .candidate_generator import DiffusionCandidateGenerator, Draft
 from .costs import describe, forget_costs
-from .outputs import Outputs, fill_cache
-from .passes import interleave, kept, pack, target_costs, target_pass
+from .outputs import Outputs, Stream, fill_cache
+from .passes import input_device, interleave, kept_indices, pack, packed_pass
+from .prefill import own_prefill, packed_prefill
+from .probing import target_costs
 from .processing import TargetChoice
-from .queue import take_queue
+from .queue import Queue, take_queue
 from .rows import Rows
 from .statistics import AdaFlashStatistics, GenerateAdaFlashOutput, report
 from .stopping import Stopping
@@ -34,18 +36,19 @@ def assisted_decoding(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    attention_mask: torch.Tensor | None = None,
+    mask: torch.Tensor,
+    cache: Cache,
+    prefill_kwargs: dict | None = None,
     streamer=None,
-    cache=None,
-    cache_is_callers: bool = False,
 ):
     """Generates as plain `generate` would, faster.
 
     Args:
         model: the target.
-        input_ids: int64 `[b, L]`, left-padded where `attention_mask` `[b, L]` is 0.
-        cache: the empty cache that `generate` prepared, or the caller's own (`cache_is_callers`); filled at the end
-            where somebody can see it.
+        input_ids: int64 `[b, L]`.
+        mask: bool `[b, past + L]`, the columns of a reused cache and of the ids that may be looked at.
+        cache: the cache that `generate` prepared, or the caller's own; filled at the end where somebody can see it.
+        prefill_kwargs: model arguments for transformers' own prefill; `None` for the packed one.
 
     Returns:
         int64 `[b, L + generated]`, rows that ended early right-padded, or a `GenerateAdaFlashOutput`.
@@ -53,12 +56,10 @@ def assisted_decoding(
     # 1. Set up.
     target = Target(model, drafter.config)
     batch_size = input_ids.shape[0]
-    queue = take_queue()
+    queue = take_queue() or Queue(batch_size)
     keep = generation_config.return_dict_in_generate
-    keep_cache = cache is not None and (keep or cache_is_callers)
-    choice = TargetChoice(
-        logits_processor, generation_config.do_sample, batch_size, keep and generation_config.output_scores
-    )
+    keep_cache = keep or getattr(cache, "_is_user_defined", False)
+    choice = TargetChoice(logits_processor, generation_config.do_sample, keep and generation_config.output_scores)
     weighs_costs = drafter.generation_config.length_policy == "budget"
     generator = DiffusionCandidateGenerator(
         drafter,
@@ -67,115 +68,129 @@ def assisted_decoding(
         choice.temperature,
         drafter.draft_processors,
         generation_config.num_assistant_tokens,
-        target_costs(target, drafter) if weighs_costs else None,
+        target_costs(target, drafter, input_device(model, input_ids)) if weighs_costs else None,
     )
-    stopping = Stopping(stopping_criteria)
     pad = generation_config._pad_token_tensor
     max_length = min(generation_config.max_length, stopping_criteria.max_length or generation_config.max_length)
-    rows = Rows(input_ids, attention_mask, max_length, int(pad) if pad is not None else 0)
-    most_live = batch_size if queue is None else queue.max_live_rows
+    rows = Rows(input_ids, mask, max_length, int(pad) if pad is not None else 0)
+    stopping, stream = Stopping(stopping_criteria, rows), Stream(streamer, rows)
     statistics = AdaFlashStatistics.of(batch_size)
-    ragged_cache = RaggedCache()
+    ragged_cache = RaggedCache(offloaded=cache.offloading)
     device = input_ids.device
-    outputs = Outputs(batch_size, generation_config) if keep else None
     finished_keys: dict[int, list] = {}
 
+    if queue.max_live_rows < batch_size:
+        if prefill_kwargs is not None or stopping.others or not (choice.scores_only or choice.row_by_row):
+            raise AdaFlashValueError(
+                "A queue of prompts takes no stopping criteria, processors with memory, images or caches, which "
+                "concern a whole batch at once: drop them, or call `generate` on batches."
+            )
+    prefill = outputs = None
+
     while rows.live or rows.waiting:
-        old, prefilling = len(rows.live), bool(rows.waiting) and len(rows.live) < most_live
+        clock, first = time.perf_counter(), len(rows.live)
+        prefilling = bool(rows.waiting) and first < queue.max_live_rows
         if prefilling:
-            # 2. Let waiting rows in: their prompts in one packed pass, scores at each row's last token only.
-            clock = time.perf_counter()
-            prompts = rows.admit(most_live - old)
-            for prompt in prompts:
-                generator.admit(prompt.tolist())
-            lengths = [len(prompt) for prompt in prompts]
-            packed = pack([0] * old + lengths, [0] * len(rows.live), model.device, starts_at_zero=True)
-            last = torch.tensor(lengths, device=model.device).cumsum(0) - 1
-            logits, features = target_pass(target, torch.cat(prompts), packed, ragged_cache, last)
-            draft = Draft([0] * len(prompts), input_ids.new_empty(0))
-            places = list(range(old, len(rows.live)))
+            # 2. Let waiting rows in: their prompts in one pass, scores at each row's last token only.
+            rows.admit(queue.max_live_rows - first)
+            if prefill_kwargs is None:
+                prefill = packed_prefill(target, rows, ragged_cache, first)
+            else:
+                prefill = own_prefill(target, rows, mask, ragged_cache, generation_config, prefill_kwargs)
+            outputs = Outputs(generation_config, rows, prefill) if outputs is None else outputs
+            starts = torch.tensor([rows.context_starts[i] for i in rows.live], device=prefill.feature_rows.device)
+            slots = prefill.feature_slots - starts[prefill.feature_rows]
+            generator.observe(prefill.features, prefill.feature_rows, slots)
+            for index in rows.live[first:]:
+                generator.admit(rows.prompt(index).tolist())
+            draft, current = Draft([0] * (len(rows.live) - first), input_ids[0, :0]), prefill
         else:
             # 3. Draft at most one block per live row, unless none has room for a draft.
-            clock = time.perf_counter()
-            anchors, room, places = rows.anchors(), rows.room(), list(range(old))
+            first = 0
+            anchors, room = rows.anchors(), rows.room()
             if max(room) > 0 and generator.length_processor.most > 0:
-                positions = torch.tensor(rows.positions(), device=device)
-                prefixes = [rows.prefix(row) for row in places] if drafter.draft_processors else None
+                positions = torch.tensor(rows.drafter_positions(), device=device)
+                prefixes = [rows.prefix(row) for row in range(len(room))] if drafter.draft_processors else None
                 draft = generator.draft(anchors, positions, torch.tensor(room, device=device), prefixes)
             else:
-                draft = Draft([0] * old, anchors[:0])
+                draft = Draft([0] * len(room), anchors[:0])
             statistics.draft_seconds += time.perf_counter() - clock
 
             # 4. Verify: anchors and drafts of all rows in one packed pass.
             clock = time.perf_counter()
-            packed = pack([count + 1 for count in draft.counts], rows.positions(), model.device)
-            logits, features = target_pass(target, interleave(anchors, draft), packed, ragged_cache, None)
+            lengths, offsets = [count + 1 for count in draft.counts], prefill.position_offsets
+            weights = outputs.keeps_weights(model)
+            current = packed_pass(
+                target,
+                interleave(anchors, draft),
+                pack(lengths, rows.positions(), input_device(model, anchors), keep_weights=weights),
+                ragged_cache,
+                position_offsets=None if offsets is None else offsets[..., rows.live],
+                output_hidden_states=outputs.wanted["hidden_states"],
+            )
 
-        # 5. Accept: drafts that the target would have chosen, and its own next token.
+        # 5. Accept drafts that the target would have chosen, and its own next token; commit them.
         counts = [count + 1 for count in draft.counts]
-        tokens = interleave(rows.anchors()[places[0] :], draft)
-        indices = [rows.live[place] for place in places]
-        accepted, bonus, scores = choice(
-            logits, tokens, counts, draft, lambda i, first=places[0]: rows.prefix(first + i), indices
-        )
+        starts = [sum(counts[:row]) for row in range(len(counts))]
+        tokens, indices = interleave(rows.anchors()[first:], draft), rows.live[first:]
+        committed, leaving = [0] * len(counts), []
+        for new, scores in choice.rounds(current.logits, tokens, counts, draft, rows, first):
+            for row, index in enumerate(indices):
+                kept = stopping.cut(index, new[row])
+                rows.commit(index, kept)
+                generator.commit(first + row, kept)
+                row_scores = None if scores is None else scores[row]
+                outputs.add(index, current, starts[row] + committed[row], len(kept), row_scores)
+                committed[row] += len(kept)
+            leaving = stopping.leaving(outputs.scores)
+            stream.put(stopping.settled)
+            if leaving:
+                break
         # The clock stops here: on a GPU the pass is only known to be over once its result has been read.
         seconds = time.perf_counter() - clock
         if prefilling:
             statistics.prefill_seconds += seconds
         else:
             statistics.verify_seconds += seconds
-            generator.learn(draft, accepted, seconds, sum(counts), sum(rows.positions()))
+            for row, index in enumerate(indices):
+                statistics.add(index, committed[row], counts[row], draft.source(row))
 
-        # 6. Commit, and hand the features of committed tokens to the drafter.
-        where = packed.query_rows.to(features.device), packed.query_positions.to(features.device)
-        if not prefilling:
-            committed = kept(counts, accepted, features.device)
-            features, where = features[committed], tuple(x[committed] for x in where)
-        generator.observe(features, *where)
-        drafted = draft.tokens.tolist()
-        finished, start, packed_start = [], 0, 0
-        for i, (row, index) in enumerate(zip(places, indices, strict=True)):
-            new = [*drafted[start : start + accepted[i]], bonus[i]]
-            new, done = stopping.cut(new, rows.prefix(row), rows.max_length - rows.lengths[index])
-            rows.commit(index, new)
-            generator.commit(row, new)
-            if not prefilling:
-                statistics.add(index, len(new), counts[i], draft.source(i))
-            if streamer is not None:
-                for token in new:
-                    streamer.put(torch.tensor([token]))
-            if outputs is not None:
-                row_logits = logits[packed_start : packed_start + len(new)]
-                outputs.add(index, row_logits, None if scores is None else scores[i][: len(new)])
-            if done:
-                finished.append(row)
-            start += draft.counts[i]
-            packed_start += counts[i]
+            # 6. Hand what became of the drafts, and the features of committed tokens, to the drafter.
+            generator.learn(draft, [max(0, n - 1) for n in committed], seconds, sum(counts), sum(rows.positions()))
+            features, packed = current.features, current.packed
+            read = kept_indices(counts, committed, features.device)
+            read_rows, slots = (x.to(features.device)[read] for x in (packed.query_rows, packed.query_positions))
+            bases = torch.tensor([rows.context_starts[i] for i in rows.live], device=features.device)
+            generator.observe(features[read], read_rows, slots - bases[read_rows])
 
         # 7. Finished rows leave; the last live row takes the free place.
-        for row in reversed(finished):
+        for row in reversed(leaving):
             index, last_row = rows.live[row], len(rows.live) - 1
             if keep_cache:
-                length = rows.lengths[index] - rows.padding[index] - 1
-                layers = range(len(ragged_cache.keys))
-                finished_keys[index] = [[t.clone() for t in ragged_cache.row(i, row, length)] for i in layers]
+                layers = (ragged_cache.row(i, row, rows.slots(index) - 1) for i in range(len(ragged_cache.keys)))
+                finished_keys[index] = [None if pair is None else [t.clone() for t in pair] for pair in layers]
             ragged_cache.move_row(last_row, row)
             generator.move_row(last_row, row)
             rows.live[row] = rows.live[last_row]
             rows.live.pop()
-            if queue is not None:
-                queue.finish(index, rows.tokens[index, rows.prompt_width : rows.lengths[index]].tolist())
+            queue.finish(index, rows.tokens[index, rows.prompt_width : rows.lengths[index]])
 
-    if streamer is not None:
-        streamer.end()
+    stream.end()
+    statistics.trim([length - rows.prompt_width for length in rows.lengths])
     report(statistics)
     if generator.costs_were_wrong:
         forget_costs(describe(model, drafter))
     sequences = rows.tokens[:, : max(rows.lengths)]
     if keep_cache:
         fill_cache(cache, finished_keys, rows)
-    if outputs is None:
+    if not keep:
         return sequences
     return GenerateAdaFlashOutput(
-        sequences=sequences, scores=outputs.scores(), logits=outputs.logits(), cache=cache, statistics=statistics
+        sequences=sequences,
+        scores=outputs.scores(),
+        logits=outputs.logits(),
+        hidden_states=outputs.hidden_states(),
+        attentions=outputs.attentions(),
+        cache=cache,
+        statistics=statistics,
     )

@@ -11,9 +11,10 @@ import threading
 import weakref
 
 import torch
-from transformers import AttentionInterface, DynamicCache, GenerationMixin
+from transformers import AttentionInterface, DynamicCache, GenerationMixin, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from ..errors import AdaFlashValueError
 from ..modeling_adaflash import AdaFlashDrafter
@@ -88,13 +89,13 @@ def check_request(model, drafter: AdaFlashDrafter, mode, config, mode_kwargs: di
         )
     if not model._supports_attention_backend:
         refuse(f"{name} doesn't use transformers' attention interface", "generate without the drafter")
-    if config.output_attentions or config.output_hidden_states:
-        key = "output_attentions" if config.output_attentions else "output_hidden_states"
-        refuse(f"`{key}` is not collected with a drafter", "drop the option or drop the drafter")
-    if config.cache_implementation not in (None, "dynamic"):
-        refuse(f"`cache_implementation={config.cache_implementation!r}` can't be used with a drafter", "leave it out")
-    if config.prefill_chunk_size is not None:
-        refuse("`prefill_chunk_size` has no effect with a drafter, which reads the prompt in one pass", "leave it out")
+    if "prepare_inputs_for_generation" in vars(model):
+        refuse(f"{name} is wrapped by a PEFT method that learns a prompt", "use an adapter in the layers, like LoRA")
+    if config.cache_implementation not in (None, "dynamic", "static", "offloaded"):
+        refuse(
+            f"`cache_implementation={config.cache_implementation!r}` rounds the keys that drafts are verified against",
+            "leave it out or drop the drafter",
+        )
     exclusive = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_ensemble_weight", "use_mtp")
     for key in exclusive:
         if getattr(config, key, None) not in (None, False):
@@ -105,9 +106,34 @@ def check_request(model, drafter: AdaFlashDrafter, mode, config, mode_kwargs: di
         )
     if mode_kwargs.get("synced_gpus"):
         refuse("`synced_gpus` can't be used with a drafter", "gather the parameters before generating")
+    if config.speculation_type == "dflash" and drafter.generation_config.context_window is not None:
+        refuse("`context_window` has no effect in transformers' own loop", "leave out `speculation_type`")
     Target(model, drafter.config)
     drafter.generation_config.validate()
     AdaptiveLengthLogitsProcessor(drafter.generation_config, 1, 0, drafter.length_head)
+
+
+# What only the pass over the prompt needs: images and the like. Anything else would have to reach verification too.
+_PROMPT_INPUTS = {
+    *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
+    "image_grid_thw",
+    "video_grid_thw",
+    "second_per_grid_ts",
+    "token_type_ids",
+    "mm_token_type_ids",
+}
+# Arguments of `generate` and of its loops that mean nothing here, or that the loop reads from the configuration.
+_HANDLED = {
+    "assistant_model",
+    "assistant_tokenizer",
+    "inputs_tensor",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "synced_gpus",
+    "tokenizer",
+    "use_cache",
+}
 
 
 def _decode(model, drafter, input_ids, logits_processor, stopping_criteria, generation_config, kwargs):
@@ -116,29 +142,48 @@ def _decode(model, drafter, input_ids, logits_processor, stopping_criteria, gene
 
     cache, streamer, attention_mask = (kwargs.pop(key, None) for key in ("cache", "streamer", "attention_mask"))
     position_ids = kwargs.pop("position_ids", None)
-    handled = ("assistant_model", "inputs_tensor", "assistant_tokenizer", "tokenizer", "synced_gpus", "use_cache")
-    for key in (*handled, "logits_to_keep"):
-        kwargs.pop(key, None)
-    if kwargs.get("inputs_embeds") is not None:
+    given = {key: x for key, x in kwargs.items() if key not in _HANDLED and x is not None and x is not False}
+    if "inputs_embeds" in given:
         raise AdaFlashValueError("`inputs_embeds` can't be used with a drafter, which needs ids: pass `input_ids`.")
-    given = sorted(key for key, value in kwargs.items() if value is not None and value is not False)
-    if given:
-        raise AdaFlashValueError(f"`{given[0]}` can't be passed to the target with a drafter: drop it or the drafter.")
-    if type(cache) is not DynamicCache:
+    text_config = model.config.get_text_config(decoder=True)
+    for key in sorted(given):
+        if key not in _PROMPT_INPUTS or text_config is model.config:
+            raise AdaFlashValueError(f"`{key}` can't be passed to the target with a drafter: drop it or the drafter.")
+    if type(cache) not in (DynamicCache, StaticCache):
         raise AdaFlashValueError(f"`cache` is a {type(cache).__name__}: pass a DynamicCache, or none.")
-    if cache.get_seq_length() > 0:
+    if generation_config.output_attentions and type(cache) is StaticCache:
         raise AdaFlashValueError(
-            "`cache` already holds tokens, whose features the drafter can't see: pass the whole prompt and no cache."
+            "`output_attentions` over a static cache has a column for every reserved slot, which packed verification "
+            "doesn't look at: use a dynamic cache."
         )
-    if streamer is not None and len(input_ids) > 1:
-        raise AdaFlashValueError("`streamer` needs a single sequence with a drafter: stream one prompt at a time.")
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
-    if not bool((mask.diff(dim=1) >= 0).all()):
-        raise AdaFlashValueError("`attention_mask` has holes or right padding: pad prompts on the left.")
+    mask = _visible(input_ids, attention_mask, generation_config)
+    _fit_cache(cache, input_ids, mask)
     if not bool(mask.any(dim=1).all()):
         raise AdaFlashValueError("`attention_mask` hides a whole row: every prompt needs at least one token.")
-    if position_ids is not None and not torch.equal(position_ids * mask, (mask.cumsum(dim=1) - 1) * mask):
-        raise AdaFlashValueError("`position_ids` other than 0, 1, 2, ... don't go with a drafter: leave them out.")
+    in_order = bool((mask.long().diff(dim=1) >= 0).all())
+    if not in_order and getattr(text_config, "sliding_window", None) is not None:
+        raise AdaFlashValueError(
+            "`attention_mask` has holes or right padding, which sliding windows would count: pad prompts on the left."
+        )
+    plain_positions = position_ids is None or (
+        position_ids.dim() == 2 and torch.equal(position_ids * mask, (mask.long().cumsum(dim=1) - 1) * mask)
+    )
+    from_nothing = int(cache.get_seq_length()) == 0 and not given and in_order and plain_positions
+    own = generation_config.output_hidden_states or generation_config.output_attentions
+    prefill_kwargs = None
+    if not from_nothing or own or generation_config.prefill_chunk_size is not None:
+        if cache.offloading and not torch.accelerator.is_available():
+            raise AdaFlashValueError("An offloaded `cache` needs an accelerator to be offloaded from: leave it out.")
+        prefill_kwargs = {
+            **given,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "cache": cache,
+            "use_cache": True,
+            "logits_to_keep": 1,
+            "output_hidden_states": generation_config.output_hidden_states,
+            "output_attentions": generation_config.output_attentions,
+        }
     return assisted_decoding(
         model,
         drafter,
@@ -146,21 +191,61 @@ def _decode(model, drafter, input_ids, logits_processor, stopping_criteria, gene
         LogitsProcessorList(logits_processor),
         stopping_criteria,
         generation_config,
-        attention_mask=attention_mask,
+        mask,
+        cache,
+        prefill_kwargs=prefill_kwargs,
         streamer=streamer,
-        cache=cache,
-        cache_is_callers=getattr(cache, "_is_user_defined", False),
     )
+
+
+def _visible(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, config) -> torch.Tensor:
+    """Bool `[b, past + L]`: the columns of the cache and of the ids that may be looked at."""
+    if attention_mask is not None:
+        return attention_mask.bool()
+    # `generate` drops a mask of ones, and leaves its length behind for caches that hold what the ids don't.
+    return input_ids.new_ones(len(input_ids), getattr(config, "_mask_length", input_ids.shape[1])).bool()
+
+
+def _fit_cache(cache, input_ids: torch.Tensor, mask: torch.Tensor) -> None:
+    """Checks a reused cache. Where it covers the whole prompt, its last token is read once more.
+
+    Raises:
+        AdaFlashValueError: when cache, ids and mask don't belong together, or the last token can't be taken back.
+    """
+    held, width = int(cache.get_seq_length()), input_ids.shape[1]
+    if mask.shape[1] == held + width:
+        return
+    if mask.shape[1] != width or held > width:
+        raise AdaFlashValueError(
+            f"`cache` holds {held} tokens, `input_ids` {width} and `attention_mask` {mask.shape[1]}: pass all ids, or "
+            "the new ones with a mask over all."
+        )
+    if held == width:
+        if any(layer.is_sliding and held >= layer.get_max_length() for layer in cache.layers):
+            raise AdaFlashValueError(
+                "`cache` covers the whole prompt and its sliding windows can't take the last token back: pass the "
+                "next turn's ids too, or no cache."
+            )
+        cache.crop(-1)
+
+
+def plain_prefill(model, input_ids: torch.Tensor, generation_config, model_kwargs: dict):
+    """transformers' own reading of the prompt. Its output; the cache in `model_kwargs` is filled."""
+    with _target_lock(model):
+        return model._prefill(input_ids, generation_config, dict(model_kwargs))
+
+
+def _target_lock(model) -> threading.Lock:
+    with _locks_guard:
+        return _locks.setdefault(model, threading.Lock())
 
 
 @contextlib.contextmanager
 def packed_attention(model, decoding: bool = True):
     """While open, the target's attention runs on packed tokens, and, once decoding, its experts as in plain decoding.
     One thread at a time per target; restored whatever happens."""
-    with _locks_guard:
-        lock = _locks.setdefault(model, threading.Lock())
     config = model.get_decoder().config
-    with lock, model._optimize_model_for_decode() if decoding else contextlib.nullcontext():
+    with _target_lock(model), model._optimize_model_for_decode() if decoding else contextlib.nullcontext():
         previous = config._attn_implementation
         config._attn_implementation = ATTENTION_NAME
         try:

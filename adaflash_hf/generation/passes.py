@@ -1,50 +1,89 @@
-"""Passes over packed tokens: what a step verifies, put together, run, and taken apart."""
+"""Passes of the target over packed tokens: put together, run, and taken apart."""
+
+from dataclasses import dataclass
 
 import torch
 
 from ..errors import AdaFlashError
-from ..modeling_adaflash import AdaFlashDrafter
 from ..target import Target
 from .attention import PackedBatch
 from .cache import RaggedCache
-from .candidate_generator import DiffusionCandidateGenerator, Draft
-from .costs import CostModel, describe, load_costs, measure
+from .candidate_generator import Draft
 from .integration import packed_attention
 
 
-def target_pass(target: Target, tokens, packed: PackedBatch, cache: RaggedCache, last: torch.Tensor | None):
-    """The target's logits at packed tokens, at all `[T, V]` or at the packed indices `last` only, and the tapped
-    features of all of them `[T, T_layers * d]`. Taps are open for this pass alone: a logits processor may run the
-    target too."""
+@dataclass
+class Pass:
+    """Results of one packed pass over T tokens.
+
+    Attributes:
+        logits: `[T, V]`, where the caller's ids are.
+        features: `[T, T_layers * d]`, tapped.
+        packed: the tokens' rows and slots.
+        hidden_states: per layer `[1, T, d]`; `None` where not wanted.
+    """
+
+    logits: torch.Tensor
+    features: torch.Tensor
+    packed: PackedBatch
+    hidden_states: tuple | None = None
+
+    def attention_rows(self, at: int) -> list[tuple[torch.Tensor, int | None]]:
+        """Per layer the weights `[heads, slots]` of packed token `at`, and the layer's window."""
+        return [(weights[:, at], window) for weights, window in self.packed.weights]
+
+
+def packed_pass(
+    target: Target,
+    tokens: torch.Tensor,
+    packed: PackedBatch,
+    cache: RaggedCache,
+    last: torch.Tensor | None = None,
+    position_offsets: torch.Tensor | None = None,
+    output_hidden_states: bool = False,
+) -> Pass:
+    """The target on packed tokens int64 `[T]`, with logits at all of them or at the packed indices `last` only. Taps
+    are open for this pass alone: a logits processor may run the target too."""
     cache.begin(packed)
+    position_ids = packed.query_positions[None]
+    if position_offsets is not None:
+        offsets = position_offsets.to(position_ids.device)[..., packed.query_rows]
+        position_ids = (packed.query_positions + offsets).unsqueeze(-2)
     with packed_attention(target.model, decoding=last is None), target.taps() as captured:
-        logits = target.model(
-            input_ids=tokens[None].to(target.model.device),
-            position_ids=packed.query_positions[None],
+        output = target.model(
+            input_ids=tokens[None].to(packed.query_rows.device),
+            position_ids=position_ids,
             cache=cache,
             use_cache=True,
             logits_to_keep=0 if last is None else last,
+            output_hidden_states=output_hidden_states,
             ragged=packed,
-        ).logits[0]
+        )
     if not packed.used:
         raise AdaFlashError(
             f"{type(target.model).__name__} didn't use the attention that its configuration names: generate without "
             "the drafter."
         )
+    logits = output.logits[0]
     if last is not None and len(logits) != len(last):  # a target that doesn't know `logits_to_keep`
         logits = logits[last]
     # Scores go where the caller's ids are, as in plain `generate`: that is where processors hold their tensors.
-    return logits.to(tokens.device), target.features(captured)[0]
+    return Pass(logits.to(tokens.device), target.features(captured)[0], packed, output.get("hidden_states"))
 
 
-def pack(counts: list[int], first_positions: list[int], device, starts_at_zero: bool = False) -> PackedBatch:
-    """The packed batch of `counts[r]` tokens of row r, maybe 0, that start at `first_positions[r]`."""
+def input_device(model, tokens: torch.Tensor) -> torch.device:
+    """Where the target takes its inputs: where its weights are, unless accelerate brings these in layer by layer."""
+    return tokens.device if model.device.type == "meta" else model.device
+
+
+def pack(counts: list[int], first_positions: list[int], device, **settings) -> PackedBatch:
+    """The packed batch of `counts[r]` tokens of row r, maybe 0, that start at slot `first_positions[r]`."""
     lengths = torch.tensor(counts, device=device)
     query_rows = torch.arange(len(counts), device=device).repeat_interleave(lengths)
     offsets = torch.arange(sum(counts), device=device) - (lengths.cumsum(0) - lengths)[query_rows]
     positions = torch.tensor(first_positions, device=device)[query_rows] + offsets
     longest = max(first + count for first, count in zip(first_positions, counts, strict=True))
-    return PackedBatch(query_rows, positions, len(counts), longest, counts, starts_at_zero=starts_at_zero)
+    return PackedBatch(query_rows, positions, len(counts), longest, counts, **settings)
 
 
 def interleave(anchors: torch.Tensor, draft: Draft) -> torch.Tensor:
@@ -58,36 +97,10 @@ def interleave(anchors: torch.Tensor, draft: Draft) -> torch.Tensor:
     return tokens
 
 
-def kept(counts: list[int], accepted: list[int], device) -> torch.Tensor:
+def kept_indices(counts: list[int], committed: list[int], device) -> torch.Tensor:
     """Packed indices of the verified tokens that are now committed: each row's anchor and accepted drafts."""
     kept, start = [], 0
-    for count, number in zip(counts, accepted, strict=True):
-        kept.extend(range(start, start + number + 1))
+    for count, number in zip(counts, committed, strict=True):
+        kept.extend(range(start, start + number))
         start += count
-    return torch.tensor(kept, device=device)
-
-
-def target_costs(target: Target, drafter: AdaFlashDrafter) -> CostModel:
-    """What passes of this pair cost here: known from before, or measured now on made-up tokens."""
-
-    def measure_here() -> CostModel:
-        device, cache = target.model.device, RaggedCache()
-        generator = DiffusionCandidateGenerator(drafter, target)
-        width = len(target.layer_ids) * drafter.config.hidden_size
-
-        def verify(counts: list[int], position: int) -> None:
-            tokens = torch.arange(sum(counts), device=device) % drafter.config.vocab_size
-            logits, _ = target_pass(target, tokens, pack(counts, [position] * len(counts), device), cache, None)
-            logits[-1, -1].item()  # a GPU is done only when a result has been read
-
-        def draft(rows: int, late: int, position: int) -> None:
-            features = torch.zeros(rows * late, width, dtype=target.model.dtype, device=device)
-            row_of = torch.arange(rows, device=device).repeat_interleave(late)
-            positions = torch.arange(position, position + late, device=device).repeat(rows)
-            generator.observe(features, row_of, positions)
-            ends = torch.full((rows,), position + late, device=device)
-            generator.draft(torch.zeros_like(ends), ends, ends).tokens.tolist()
-
-        return measure(verify, draft)
-
-    return load_costs(describe(target.model, drafter), measure_here)
+    return torch.tensor(kept, dtype=torch.long, device=device)

@@ -1,21 +1,24 @@
 """The user's logits processors and warpers on the target's scores, applied as plain `generate` would.
 
-Processors that look at scores only run once on all packed positions. Any other processor is called position by
-position with that row's committed tokens and accepted drafts, and only as far as drafts are accepted, so that at
-batch size 1 a processor with memory advances once per committed token. In a batch it is called once per row and
-position, with that row's tokens at every index.
+Processors are taken at one of three speeds. Those that look at scores only run once on all packed positions. Those
+of transformers that also read a row's tokens, and nothing else, run row by row as far as drafts are accepted. Any
+other processor may keep state, so it is called exactly as in plain `generate`: once per committed token, with all
+rows at the same length. There the rows of a batch accept as many drafts as the least fortunate of them.
 
 Where no processor has to see them, the target's logits go to the verification kernels as they are: not copied, not
 upcast, the temperature applied there.
 """
+
+import copy
 
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from .. import kernels
-from ..errors import AdaFlashError, AdaFlashValueError
+from ..errors import AdaFlashError
 from .candidate_generator import Draft
+from .rows import Rows
 
 
 _SCORES_ONLY = (
@@ -30,37 +33,37 @@ _SCORES_ONLY = (
     hf.InfNanRemoveLogitsProcessor,
     hf.LogitNormalization,
 )
-_ONE_ROW_ONLY = {
-    hf.UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale",
-    hf.SynthIDTextWatermarkLogitsProcessor: "watermarking_config",
-}
+# Functions of one row's tokens and scores, without memory.
+_ROW_BY_ROW = (
+    hf.MinLengthLogitsProcessor,
+    hf.MinNewTokensLengthLogitsProcessor,
+    hf.RepetitionPenaltyLogitsProcessor,
+    hf.NoRepeatNGramLogitsProcessor,
+    hf.SequenceBiasLogitsProcessor,
+    hf.NoBadWordsLogitsProcessor,
+    hf.ForcedBOSTokenLogitsProcessor,
+    hf.ForcedEOSTokenLogitsProcessor,
+    hf.ExponentialDecayLengthPenalty,
+    hf.SuppressTokensAtBeginLogitsProcessor,
+)
 
 
 class TargetChoice:
-    """Turns the target's logits into accepted drafts and bonus tokens.
+    """Turns the target's logits into committed tokens.
 
     Args:
         processors: as prepared by `generate`, warpers included.
         do_sample: sample, or take the argmax.
-        batch_size: rows of the call; a processor may index its state by row.
         keep_scores: also return processed scores of every committed token.
-
-    Raises:
-        AdaFlashValueError: for a processor that keeps its own model state, with more than one row.
     """
 
-    def __init__(self, processors: LogitsProcessorList, do_sample: bool, batch_size: int, keep_scores: bool = False):
-        self.processors, self.do_sample = processors, do_sample
-        self.batch_size, self.keep_scores = batch_size, keep_scores
+    def __init__(self, processors: LogitsProcessorList, do_sample: bool, keep_scores: bool = False):
+        self.processors, self.do_sample, self.keep_scores = processors, do_sample, keep_scores
         self.scores_only = all(type(processor) in _SCORES_ONLY for processor in processors)
         # The verification kernel applies a temperature that comes alone.
         kinds = [type(processor) for processor in processors]
         self.temperature_only = do_sample and kinds in ([], [hf.TemperatureLogitsWarper])
-        for kind, option in _ONE_ROW_ONLY.items():
-            if batch_size > 1 and any(isinstance(processor, kind) for processor in processors):
-                raise AdaFlashValueError(
-                    f"`{option}` keeps the state of its rows: with a drafter, generate one prompt at a time."
-                )
+        self.row_by_row = all(type(processor) in _SCORES_ONLY + _ROW_BY_ROW for processor in processors)
 
     @property
     def temperature(self) -> float:
@@ -70,29 +73,39 @@ class TargetChoice:
                 return float(processor.temperature)
         return 1.0
 
-    def __call__(self, logits, tokens, counts: list[int], draft: Draft, prefixes, row_indices):
-        """Args:
+    def rounds(self, logits, tokens, counts: list[int], draft: Draft, rows: Rows, first: int):
+        """Accepts drafts, in one round or one token at a time; the caller commits a round before it asks for the
+        next, and stops asking when a row has ended.
+
+        Args:
             logits: `[T, V]` at the packed tokens.
             tokens: int64 `[T]`, anchor and drafts of each row.
             counts: tokens per row.
             draft: the drafts, with what they were drawn from when sampling.
-            prefixes: function from a row to its committed tokens int64 `[1, L]`, padding included.
-            row_indices: each row's index in the call's batch.
+            rows: the rows of the call; `counts` belongs to the live ones from place `first` on.
 
-        Returns:
-            accepted drafts and bonus token per row, as lists, and per row the processed scores `[accepted + 1, V]`
-            (`None` unless `keep_scores`).
+        Yields:
+            per row the accepted drafts and the bonus token, or the next of these tokens, as lists, and the processed
+            scores of each `[tokens, V]` (`None` unless `keep_scores`).
 
         Raises:
             AdaFlashError: when the next token of a row has no distribution, because scores hold NaN.
         """
-        if not self.scores_only:
-            return self._position_by_position(logits, tokens, counts, draft, prefixes, row_indices)
+        starts = [sum(counts[:row]) for row in range(len(counts))]
+        indices = rows.live[first:]
+        if self.scores_only:
+            yield self._all_at_once(logits, tokens, counts, starts, draft, indices)
+        elif self.row_by_row:
+            prefixes = [rows.prefix(place) for place in range(first, len(rows.live))]
+            yield self._row_by_row(logits, tokens, counts, starts, draft, indices, prefixes)
+        else:
+            yield from self._in_step(logits, tokens, counts, starts, draft, rows)
+
+    def _all_at_once(self, logits, tokens, counts, starts, draft: Draft, indices: list[int]):
         scores = logits
         if self.processors and not self.temperature_only:
             scores = self.processors(tokens[:, None], logits.float())
-        starts = torch.tensor([0, *counts]).cumsum(0)
-        offsets = starts.to(logits.device)
+        offsets = torch.tensor([*starts, len(tokens)], device=logits.device)
         temperature = self.temperature if self.temperature_only else 1.0
         if self.do_sample:
             accepted, bonus = kernels.sample_verify(
@@ -111,42 +124,64 @@ class TargetChoice:
         accepted, bonus = torch.stack([accepted, bonus]).tolist()
         if min(bonus) < 0:
             raise AdaFlashError(
-                f"Row {row_indices[bonus.index(-1)]}: the scores of the next token hold NaN or infinity. Check the "
+                f"Row {indices[bonus.index(-1)]}: the scores of the next token hold NaN or infinity. Check the "
                 "target's dtype and the processors; `remove_invalid_values=True` replaces such scores."
             )
-        kept = None
-        if self.keep_scores:
-            ends = zip(starts.tolist(), accepted, strict=False)
-            kept = [scores[start : start + count + 1].float() / temperature for start, count in ends]
-        return accepted, bonus, kept
+        drafted = tokens.tolist()
+        taken = list(zip(starts, accepted, strict=True))
+        new = [[*drafted[s + 1 : s + 1 + a], b] for (s, a), b in zip(taken, bonus, strict=True)]
+        return new, [scores[s : s + a + 1].float() / temperature for s, a in taken] if self.keep_scores else None
 
-    def _position_by_position(self, logits, tokens, counts, draft, prefixes, row_indices):
-        accepted, bonus, kept, start = [], [], [], 0
-        for row, count in enumerate(counts):
-            prefix, row_scores = prefixes(row), []
-            for k in range(count):
-                scores = self._process(prefix, logits[start + k].float(), row_indices[row])
+    def _row_by_row(self, logits, tokens, counts, starts, draft: Draft, indices: list[int], prefixes: list):
+        new, kept = [], []
+        for row, (start, index, prefix) in enumerate(zip(starts, indices, prefixes, strict=True)):
+            row_new, row_scores, matched = [], [], True
+            processors = self._of_row(index)
+            while matched:
+                scores = processors(prefix, logits[start + len(row_new)][None].float())[0]
+                token, matched = self._at(scores, tokens, counts, draft, row, start, len(row_new))
+                row_new.append(int(token))
                 row_scores.append(scores)
-                drafted, q, at = None, None, start - row + k
-                if k + 1 < count:
-                    drafted = tokens[start + k + 1 : start + k + 2]
-                    if draft.scores is not None:
-                        q = draft.probabilities(at, at + 1)[0].to(scores.device)
-                token, matched = _choose(scores, drafted, q, self.do_sample)
-                if not matched:
-                    break
                 prefix = torch.cat([prefix, token[None].to(prefix)], dim=1)
-            accepted.append(len(row_scores) - 1)
-            bonus.append(int(token))
+            new.append(row_new)
             kept.append(torch.stack(row_scores) if self.keep_scores else None)
-            start += count
-        return accepted, bonus, kept if self.keep_scores else None
+        return new, kept if self.keep_scores else None
 
-    def _process(self, prefix: torch.Tensor, logits: torch.Tensor, index: int) -> torch.Tensor:
-        """Processed scores `[V]` of one position. Some processors hold per-row settings or use the row's index
-        (`prefix_allowed_tokens_fn`), so they see a whole batch of copies, of which this row's result is kept."""
-        rows = self.batch_size
-        return self.processors(prefix.expand(rows, -1).contiguous(), logits.expand(rows, -1).clone())[index]
+    def _of_row(self, index: int) -> LogitsProcessorList:
+        """The processors for one row alone: a repetition penalty knows the rows' padding."""
+        alone = LogitsProcessorList(self.processors)
+        for i, processor in enumerate(alone):
+            if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):
+                alone[i] = copy.copy(processor)
+                alone[i].prompt_ignore_length = processor.prompt_ignore_length[index : index + 1]
+        return alone
+
+    def _in_step(self, logits, tokens, counts, starts, draft: Draft, rows: Rows):
+        step, all_matched = 0, True
+        while all_matched:
+            # Finished rows are shown as plain `generate` pads them; what is said about them is not used.
+            whole = logits.new_zeros(len(rows.tokens), logits.shape[1], dtype=torch.float32)
+            whole[rows.live] = logits[[start + step for start in starts]].float()
+            length = rows.lengths[rows.live[0]]
+            scores = self.processors(rows.tokens[:, :length].clone(), whole)[rows.live]
+            new = []
+            for row, start in enumerate(starts):
+                token, matched = self._at(scores[row], tokens, counts, draft, row, start, step)
+                new.append([int(token)])
+                all_matched &= matched
+            yield new, scores[:, None] if self.keep_scores else None
+            step += 1
+
+    def _at(self, scores, tokens, counts, draft: Draft, row: int, start: int, step: int):
+        """The choice at the `step`-th packed token of a row that starts at `start`."""
+        drafted, q = None, None
+        if step + 1 < counts[row]:
+            drafted = tokens[start + step + 1 : start + step + 2]
+            # Drafts are packed without the anchors, so a row's drafts start one place earlier for each row before it.
+            if draft.scores is not None:
+                at = start - row + step
+                q = draft.probabilities(at, at + 1)[0].to(scores.device)
+        return _choose(scores, drafted, q, self.do_sample)
 
 
 def _choose(scores, drafted, q, do_sample: bool) -> tuple[torch.Tensor, bool]:

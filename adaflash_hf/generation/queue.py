@@ -23,11 +23,16 @@ class Queue:
 
     Attributes:
         max_live_rows: rows generated at a time.
-        finish: called with a row's index and new token ids as soon as it is done.
+        on_finish: called with a row's index and new token ids as soon as it is done.
     """
 
     max_live_rows: int
-    finish: Callable[[int, list[int]], None]
+    on_finish: Callable[[int, list[int]], None] | None = None
+
+    def finish(self, index: int, tokens: torch.Tensor) -> None:
+        """Row `index` is done, with new tokens int64 `[n]`."""
+        if self.on_finish is not None:
+            self.on_finish(index, tokens.tolist())
 
 
 _queue: contextvars.ContextVar[Queue | None] = contextvars.ContextVar("adaflash_queue", default=None)

@@ -1,4 +1,8 @@
-"""The sequences of a call: their committed tokens and which of them still generate."""
+"""The sequences of a call: their committed tokens, their places in the caches, and which of them still generate.
+
+A *column* counts from the left of the caller's `input_ids`, padding included. A *slot* is a place in a `RaggedCache`:
+slot j of a row holds the j-th token that the row may look at, those of a reused cache included.
+"""
 
 import collections
 
@@ -8,35 +12,54 @@ import torch
 class Rows:
     """Committed tokens of all rows of a call, and which of them are live.
 
-    `tokens` is `[batch, capacity]` with the caller's left padding; `lengths[i]` counts row i's tokens, padding
+    `tokens` is `[batch, capacity]` with the caller's left padding; `lengths[i]` counts row i's columns, padding
     included; `live` lists the batch indices of the rows still generating, in the order of the cache's rows; `waiting`
     those that have yet to start.
+
+    Args:
+        input_ids: int64 `[b, L]`.
+        mask: bool `[b, past + L]`, columns that may be looked at; `past` of them are in a reused cache and not among
+            the ids.
+        max_length: most columns of a row.
+        pad_token_id: fills the columns after a row's end.
     """
 
-    def __init__(self, input_ids: torch.Tensor, attention_mask, max_length: int, pad_token_id: int):
+    def __init__(self, input_ids: torch.Tensor, mask: torch.Tensor, max_length: int, pad_token_id: int):
         batch, width = input_ids.shape
-        self.prompt_width, self.max_length = width, max_length
+        self.prompt_width, self.max_length, self.pad_token_id = width, max_length, pad_token_id
+        self.past = mask.shape[1] - width
         self.tokens = input_ids.new_full((batch, max(max_length, width)), pad_token_id)
         self.tokens[:, :width] = input_ids
-        if attention_mask is None:
-            self.padding = [0] * batch
-        else:
-            self.padding = (width - attention_mask[:, :width].long().sum(dim=1)).tolist()
+        self.prompt_slots = mask.sum(dim=1).tolist()
         self.lengths = [width] * batch
         self.live: list[int] = []
         self.waiting = collections.deque(range(batch))
+        self._visible = mask[:, self.past :]
+        # Slot of a row's first token that this call's drafter gets to see.
+        self.context_starts = [0] * batch
 
-    def admit(self, most: int) -> list[torch.Tensor]:
-        """Makes up to `most` waiting rows live, behind the others; their prompts, int64 `[length]` without padding."""
-        entering = [self.waiting.popleft() for _ in range(min(most, len(self.waiting)))]
-        self.live.extend(entering)
-        return [self.tokens[index, self.padding[index] : self.prompt_width] for index in entering]
+    def admit(self, most: int) -> None:
+        """Makes up to `most` waiting rows live, behind the others."""
+        self.live.extend(self.waiting.popleft() for _ in range(min(most, len(self.waiting))))
+
+    def prompt(self, index: int) -> torch.Tensor:
+        """The visible tokens of a row's prompt, int64 `[n]`."""
+        return self.tokens[index, : self.prompt_width][self._visible[index]]
 
     def commit(self, index: int, tokens: list[int]) -> None:
         """Appends tokens to the row at a batch index."""
         length = self.lengths[index]
         self.tokens[index, length : length + len(tokens)] = torch.tensor(tokens, device=self.tokens.device)
         self.lengths[index] += len(tokens)
+
+    def trim(self, index: int, length: int) -> None:
+        """Takes back what lies beyond `length` columns."""
+        self.tokens[index, length:] = self.pad_token_id
+        self.lengths[index] = min(self.lengths[index], length)
+
+    def slots(self, index: int) -> int:
+        """Slots that row `index`'s committed tokens take."""
+        return self.lengths[index] - self.prompt_width + self.prompt_slots[index]
 
     def prefix(self, row: int) -> torch.Tensor:
         index = self.live[row]
@@ -46,8 +69,12 @@ class Rows:
         return torch.stack([self.tokens[i, self.lengths[i] - 1] for i in self.live])
 
     def positions(self) -> list[int]:
-        """Position of each live row's last committed token, padding not counted."""
-        return [self.lengths[i] - 1 - self.padding[i] for i in self.live]
+        """Slot of each live row's last committed token."""
+        return [self.slots(i) - 1 for i in self.live]
+
+    def drafter_positions(self) -> list[int]:
+        """Position of each live row's last committed token in the drafter's context."""
+        return [self.slots(i) - 1 - self.context_starts[i] for i in self.live]
 
     def room(self) -> list[int]:
         """Drafted tokens that each live row can use: what is left, less the bonus token."""

@@ -59,6 +59,18 @@ class AdaFlashStatistics:
         steps = sum(len(row) for row in self.candidate_lengths)
         return sum(map(sum, self.candidate_lengths)) / steps if steps else 0.0
 
+    def trim(self, generated: list[int]) -> None:
+        """Takes back the latest tokens of rows that were cut to `generated` new tokens, the prompt's own included."""
+        lists = zip(self.accepted_lengths, self.candidate_lengths, self.draft_sources, generated, strict=True)
+        for accepted, candidates, sources, tokens in lists:
+            excess = 1 + sum(accepted) - tokens
+            while accepted and excess >= accepted[-1]:
+                excess -= accepted.pop()
+                candidates.pop()
+                sources.pop()
+            if accepted:
+                accepted[-1] -= excess
+
 
 @dataclass
 class GenerateAdaFlashOutput(GenerateDecoderOnlyOutput):

@@ -16,7 +16,7 @@ with `errors.py` as `torch-ext/adaflash/`.
 
 from .dispatch import use_backend
 from .greedy_verify import greedy_verify
-from .ragged_attention import RaggedQueries, ragged_attention
+from .ragged_attention import RaggedQueries, ragged_attention, ragged_attention_with_weights
 from .sample_verify import draft_columns_of, sample_verify
 from .survival_lengths import survival_lengths
 
@@ -26,6 +26,7 @@ __all__ = [
     "draft_columns_of",
     "greedy_verify",
     "ragged_attention",
+    "ragged_attention_with_weights",
     "sample_verify",
     "survival_lengths",
     "use_backend",

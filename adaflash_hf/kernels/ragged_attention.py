@@ -22,7 +22,9 @@ class RaggedQueries:
         num_rows: rows of the cache; each has at least one query.
         longest: slots to attend over, one more than the highest position of any row.
         counts: queries per row.
-        block_ends: int64 `[rows]`, last slot that a row's queries may see, where attention isn't causal.
+        block_ends: int64 `[rows]`, last position that a row's queries may see, where attention isn't causal.
+        ring: positions that the cache has slots for, where it keeps only the latest ones of each row: position p lies
+            in slot p modulo `ring`. `None` where each position has its own slot. Needs `block_ends`.
     """
 
     def __init__(
@@ -33,9 +35,11 @@ class RaggedQueries:
         longest: int,
         counts: list[int],
         block_ends: torch.Tensor | None = None,
+        ring: int | None = None,
     ):
         self.query_rows, self.query_positions = query_rows, query_positions
-        self.num_rows, self.longest, self.counts = num_rows, longest, counts
+        self.ring, self.longest = ring, longest if ring is None else min(longest, ring)
+        self.num_rows, self.counts = num_rows, counts
         self.block_ends = block_ends
         self.width = max(counts)
         self.rectangular = min(counts) == self.width and len(counts) == num_rows
@@ -72,7 +76,9 @@ class RaggedQueries:
         positions = self.pad(self.query_positions)
         last = positions if causal else self.block_ends[:, None].expand_as(positions)
         slots = torch.arange(self.longest, device=positions.device)
-        mask = slots <= last[..., None]
+        if self.ring is not None:  # from here on, the positions that the slots hold; below 0 where they hold none
+            slots = (self.block_ends[:, None] - (self.block_ends[:, None] - slots) % self.ring)[:, None]
+        mask = (slots <= last[..., None]) & (slots >= 0)
         if window is not None:
             mask = mask & (slots >= positions[..., None] - reach(causal, window))
         return mask[:, None].repeat(1, 1, groups, 1)
@@ -122,7 +128,7 @@ def ragged_attention(
     if not causal and queries.block_ends is None:
         raise AdaFlashValueError("`causal` is false and `queries` has no `block_ends`: give each row's last slot.")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if takes_triton(query):
+    if queries.ring is None and takes_triton(query):
         from .ragged_attention_triton import ragged_attention_triton
 
         for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -133,24 +139,22 @@ def ragged_attention(
 
 def ragged_attention_torch(query, key, value, queries, causal, window, scale, softcap, sinks) -> torch.Tensor:
     """The PyTorch twin of `ragged_attention`: the query block padded to `[rows, Q]` and masked."""
-    heads, kv_heads = query.shape[1], key.shape[1]
-    groups, rows, width = heads // kv_heads, queries.num_rows, queries.width
-    key, value = key[:rows, :, : queries.longest], value[:rows, :, : queries.longest]
-    padded = queries.pad(query).transpose(1, 2)
-    # Heads that share keys are stacked along the query axis, so that keys are never repeated in memory.
-    folded = padded.reshape(rows, kv_heads, groups * width, -1)
-    mask = queries.mask(causal, window, groups)
-    mask = None if mask is None else mask.to(query.device)
-    if softcap is None and sinks is None:
-        output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
-    else:
-        output = _capped_attention(folded, key, value, mask, scale, softcap, sinks, groups)
-    return queries.unpad(output.reshape(rows, heads, width, -1).transpose(1, 2))
+    if softcap is not None or sinks is not None:
+        return ragged_attention_with_weights(query, key, value, queries, causal, window, scale, softcap, sinks)[0]
+    folded, key, value, mask = _padded(query, key, value, queries, causal, window)
+    output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
+    return _packed(output, queries, query.shape[1])
 
 
-def _capped_attention(query, key, value, mask, scale, softcap, sinks, groups):
-    """Soft-capped logits and attention sinks, which torch's fused attention has no room for."""
-    logits = torch.matmul(query, key.transpose(-1, -2)).float() * scale
+def ragged_attention_with_weights(
+    query, key, value, queries, causal=True, window=None, scale=None, softcap=None, sinks=None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `ragged_attention`, by plain matrix products; also the weights `[H, T, longest]`. Soft-capped logits and
+    attention sinks, which torch's fused attention has no room for, come through here too."""
+    heads, groups = query.shape[1], query.shape[1] // key.shape[1]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    folded, key, value, mask = _padded(query, key, value, queries, causal, window)
+    logits = torch.matmul(folded, key.transpose(-1, -2)).float() * scale
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if mask is not None:
@@ -158,8 +162,24 @@ def _capped_attention(query, key, value, mask, scale, softcap, sinks, groups):
     if sinks is None:
         weights = logits.softmax(dim=-1)
     else:
-        width = query.shape[2] // groups
-        sink = sinks.float().reshape(1, key.shape[1], groups).repeat_interleave(width, dim=-1)[..., None]
-        sink = sink.expand(query.shape[0], -1, -1, -1)
+        sink = sinks.float().reshape(1, key.shape[1], groups).repeat_interleave(queries.width, dim=-1)[..., None]
+        sink = sink.expand(len(folded), -1, -1, -1)
         weights = torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1]
-    return torch.matmul(weights.to(value.dtype), value)
+    weights = weights.to(value.dtype)
+    output = _packed(torch.matmul(weights, value), queries, heads)
+    return output, _packed(weights, queries, heads).transpose(0, 1)
+
+
+def _padded(query, key, value, queries: RaggedQueries, causal: bool, window: int | None):
+    """Queries `[rows, Hkv, groups * Q, D]`, keys and values of the rows in use, and their mask. Heads that share keys
+    are stacked along the query axis, so that keys are never repeated in memory."""
+    rows, kv_heads, groups = queries.num_rows, key.shape[1], query.shape[1] // key.shape[1]
+    folded = queries.pad(query).transpose(1, 2).reshape(rows, kv_heads, groups * queries.width, -1)
+    mask = queries.mask(causal, window, groups)
+    mask = None if mask is None else mask.to(query.device)
+    return folded, key[:rows, :, : queries.longest], value[:rows, :, : queries.longest], mask
+
+
+def _packed(output: torch.Tensor, queries: RaggedQueries, heads: int) -> torch.Tensor:
+    """`[rows, Hkv, groups * Q, X]` to `[T, H, X]`."""
+    return queries.unpad(output.reshape(queries.num_rows, heads, queries.width, -1).transpose(1, 2))

@@ -284,14 +284,14 @@ def test_wrong_costs_are_noticed():
 
 def test_real_passes_can_be_measured(monkeypatch):
     """The probes run a target and a drafter, and leave the target as it was."""
-    from adaflash_hf.generation import passes
+    from adaflash_hf.generation import probing
     from adaflash_hf.target import Target
 
     target, drafter = make_target("mistral"), make_drafter(head="survival")
-    monkeypatch.setattr(passes, "load_costs", lambda description, measure_costs: measure_costs())
+    monkeypatch.setattr(probing, "load_costs", lambda description, measure_costs: measure_costs())
     monkeypatch.setattr(costs_module, "SECONDS", 0.3)
     before = target.config._attn_implementation
     with torch.no_grad():
-        costs = passes.target_costs(Target(target, drafter.config), drafter)
+        costs = probing.target_costs(Target(target, drafter.config), drafter, torch.device("cpu"))
     assert len(costs.tokens) >= 2 and min(costs.verify) > 0 and min(costs.draft) > 0
     assert target.config._attn_implementation == before

@@ -6,9 +6,17 @@ import threading
 import pytest
 import torch
 from tiny import make_drafter, make_target, ragged_prompts
-from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationMixin,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 from transformers.cache_utils import DFlashCache
 from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from adaflash_hf import AdaFlashError, AdaFlashValueError, DiffusionCandidateGenerator
 from adaflash_hf.generation import integration
@@ -37,6 +45,14 @@ def test_private_names_of_transformers():
     for name in ("_is_stateful", "_supports_attention_backend"):
         assert hasattr(PreTrainedModel, name)
     assert hasattr(GenerationMixin, "_optimize_model_for_decode")
+    assert list(inspect.signature(GenerationMixin._prefill).parameters)[:4] == [
+        "self",
+        "input_ids",
+        "generation_config",
+        "model_kwargs",
+    ]
+    assert "_mask_length" in inspect.getsource(GenerationMixin.generate)
+    assert "pixel_values" in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
     assert "_is_user_defined" in inspect.getsource(GenerationMixin)
     assert "_attn_implementation" in dir(LlamaConfig())
     assert hasattr(DFlashCache, "set_previous_accepted_tokens")
@@ -145,12 +161,10 @@ REFUSED = {
     "num_beams": {"num_beams": 2},
     "use_cache": {"use_cache": False},
     "speculation_type": {"speculation_type": "eagle"},
-    "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
-    "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
-    "cache_implementation": {"cache_implementation": "static"},
+    "cache_implementation": {"cache_implementation": "quantized"},
     "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
-    "attention_mask": {"attention_mask": torch.tensor([[1, 1, 1, 1, 0]])},
-    "guidance_scale": {"guidance_scale": 1.5, "num_return_sequences": 2, "do_sample": True},
+    "attention_mask": {"attention_mask": torch.zeros(1, 5, dtype=torch.long)},
+    "cache": {"cache": EncoderDecoderCache(DynamicCache(), DynamicCache())},
 }
 
 
@@ -165,19 +179,16 @@ def test_options_refused_before_any_work(key, monkeypatch):
         target.generate(ids, assistant_model=drafter, **{**GREEDY, **REFUSED[key]})
 
 
-def test_inputs_embeds_and_used_cache_refused():
-    target, drafter = make_target(), make_drafter()
-    ids, _ = ragged_prompts((5,))
-    with pytest.raises(AdaFlashValueError, match="`inputs_embeds`"):
-        target.generate(inputs_embeds=target.get_input_embeddings()(ids), assistant_model=drafter, **GREEDY)
-    with pytest.raises(AdaFlashValueError, match="`cache`"):
-        cache = StaticCache(config=target.config, max_cache_len=32)
-        target.generate(ids, cache=cache, assistant_model=drafter, **GREEDY)
-    with pytest.raises(AdaFlashValueError, match="`position_ids`"):
-        target.generate(ids, position_ids=ids.cumsum(1), assistant_model=drafter, **GREEDY)
-    used = target.generate(ids, return_dict_in_generate=True, **GREEDY)
-    with pytest.raises(AdaFlashValueError, match="`cache`"):
-        target.generate(used.sequences, cache=used.cache, assistant_model=drafter, **GREEDY)
+def test_caches_and_masks_that_cannot_be_right_are_refused():
+    target, drafter = make_target("mistral"), make_drafter()
+    ids, _ = ragged_prompts((12,))
+    options = {"assistant_model": drafter, **GREEDY}
+    with pytest.raises(AdaFlashValueError, match="`attention_mask` has holes"):
+        target.generate(ids, attention_mask=torch.tensor([[1] * 10 + [0, 1]]), **options)
+    for kept, message in ((20, "`cache` holds 27 tokens, `input_ids` 20"), (27, "covers the whole prompt")):
+        used = target.generate(ids, return_dict_in_generate=True, **GREEDY)
+        with pytest.raises(AdaFlashValueError, match=message):
+            target.generate(used.sequences[:, :kept], cache=used.cache, **options)
 
 
 def test_drafter_alone_names_the_target():

@@ -35,13 +35,13 @@ def test_only_so_many_rows_are_live(monkeypatch):
     from adaflash_hf.generation import decoding
 
     target, drafter = make_target(), make_drafter()
-    sizes, original = [], decoding.target_pass
+    sizes, original = [], decoding.packed_pass
 
-    def record(target, tokens, packed, cache, last):
-        sizes.append((packed.num_rows, cache.keys[0].shape[0] if cache.keys else 0))
-        return original(target, tokens, packed, cache, last)
+    def record(target, tokens, packed, cache, **settings):
+        sizes.append((packed.num_rows, cache.keys[0].shape[0]))
+        return original(target, tokens, packed, cache, **settings)
 
-    monkeypatch.setattr(decoding, "target_pass", record)
+    monkeypatch.setattr(decoding, "packed_pass", record)
     generate_many(target, drafter, random_prompts(20), 3, progress_bar=False, max_new_tokens=9, do_sample=False)
     assert max(rows for rows, _ in sizes) == 3 and max(kept for _, kept in sizes) == 3
 

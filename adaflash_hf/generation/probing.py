@@ -1,0 +1,37 @@
+"""Measures what passes of a target and a drafter cost here, on made-up tokens."""
+
+import torch
+
+from ..modeling_adaflash import AdaFlashDrafter
+from ..target import Target
+from .cache import RaggedCache
+from .candidate_generator import DiffusionCandidateGenerator
+from .costs import CostModel, describe, load_costs, measure
+from .passes import pack, packed_pass
+
+
+def target_costs(target: Target, drafter: AdaFlashDrafter, device: torch.device) -> CostModel:
+    """The costs of this pair: known from before, or measured now (`costs.py`). `device`: where the target takes its
+    inputs."""
+
+    def measure_here() -> CostModel:
+        cache = RaggedCache()
+        generator = DiffusionCandidateGenerator(drafter, target)
+        width = len(target.layer_ids) * drafter.config.hidden_size
+
+        def verify(counts: list[int], position: int) -> None:
+            tokens = torch.arange(sum(counts), device=device) % drafter.config.vocab_size
+            packed = pack(counts, [position] * len(counts), device)
+            packed_pass(target, tokens, packed, cache).logits[-1, -1].item()  # a GPU is done once a result is read
+
+        def draft(rows: int, late: int, position: int) -> None:
+            features = torch.zeros(rows * late, width, dtype=drafter.dtype, device=drafter.device)
+            row_of = torch.arange(rows, device=drafter.device).repeat_interleave(late)
+            positions = torch.arange(position, position + late, device=drafter.device).repeat(rows)
+            generator.observe(features, row_of, positions)
+            ends = torch.full((rows,), position + late, device=device)
+            generator.draft(torch.zeros_like(ends), ends, ends).tokens.tolist()
+
+        return measure(verify, draft)
+
+    return load_costs(describe(target.model, drafter), measure_here)
