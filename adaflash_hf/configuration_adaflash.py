@@ -217,7 +217,7 @@ class AdaFlashGenerationConfig(GenerationConfig):
     """
 
     def __init__(self, **kwargs):
-        self.length_policy = kwargs.pop("length_policy", "budget")
+        self.length_policy = kwargs.pop("length_policy", None) or "budget"
         self.lookup_tokens = kwargs.pop("lookup_tokens", 10)
         self.length_rate = kwargs.pop("length_rate", 1.0)
         self.min_candidate_length = kwargs.pop("min_candidate_length", 1)
