@@ -45,8 +45,8 @@ class RolloutArguments:
     max_backlog: int = field(
         default=8,
         metadata={
-            "help": "Jobs that workers may be ahead of the trainer. Keep `max_backlog` * `rollout_batch_size` below the "
-            "samples of `max_staleness` versions, or some are made in vain (`stale_jobs` in the trainer's log)."
+            "help": "Jobs that workers may be ahead of the trainer. Keep `max_backlog` * `rollout_batch_size` below "
+            "the samples of `max_staleness` versions, or some are made in vain (`stale_jobs` in the trainer's log)."
         },
     )
 
