@@ -29,6 +29,7 @@ class ScriptArguments(PromptArguments, DrafterArguments):
     external_workers: bool = field(default=False, metadata={"help": "Rollouts come from `adaflash rollout`."})
     eval_every: int = field(default=100, metadata={"help": "Steps between measurements of tau; 0 for none."})
     eval_prompts_per_domain: int = field(default=8, metadata={"help": "Held-out prompts of each domain, up to 40."})
+    eval_tokens: int = field(default=128, metadata={"help": "Tokens generated for each of them."})
 
 
 def main():
@@ -51,7 +52,14 @@ def main():
         for domain in DOMAINS:
             texts = evaluation_prompts(domain, script.eval_prompts_per_domain)
             prompts[domain] = [template_ids(tokenizer, text, None) for text in texts]
-    trainer = AdaFlashTrainer(drafter, target, args, rollout_worker=worker, evaluation_prompts=prompts)
+    trainer = AdaFlashTrainer(
+        drafter,
+        target,
+        args,
+        rollout_worker=worker,
+        evaluation_prompts=prompts,
+        evaluation_tokens=script.eval_tokens,
+    )
     if script.eval_every:
         trainer.add_callback(MeasureAcceptance(trainer, script.eval_every))
     trainer.train(resume_from_checkpoint=True)

@@ -66,7 +66,8 @@ def test_train_on_policy_and_resume(tmp_path):
         *("--output_dir", str(tmp_path), "--drafter", drafter, "--prompts_per_domain", "2", "--use_cpu"),
         *("--rollout_batch_size", "2", "--rollout_max_new_tokens", "12", "--per_device_train_batch_size", "1"),
         *("--steps_per_version", "2", "--anchors_per_sequence", "4", "--save_steps", "2", "--eval_every", "2"),
-        *("--eval_prompts_per_domain", "1", "--report_to", "none", "--disable_tqdm", "true", "--max_steps"),
+        *("--eval_prompts_per_domain", "1", "--eval_tokens", "8", "--report_to", "none"),
+        *("--disable_tqdm", "true", "--max_steps"),
     ]
     run("train_on_policy.py", *arguments, "2")
     out = run("train_on_policy.py", *arguments, "4")
