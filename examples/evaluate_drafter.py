@@ -1,7 +1,7 @@
 """Accepted length (tau) of a drafter per domain, with 95 % intervals, and accepted share per position.
 
     python examples/evaluate_drafter.py --prompts_per_domain 40
-    python examples/evaluate_drafter.py --prompts_per_domain 40 --temperature 1 --length_policy fixed
+    python examples/evaluate_drafter.py --prompts_per_domain 40 --temperature 1 --length_policy budget
 
 Prompts are held out: MT-Bench (chat), GSM8K (math), HumanEval (code). Everything is measured by generating.
 """
@@ -29,7 +29,12 @@ def parse_arguments():
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy.")
-    parser.add_argument("--length_policy", choices=("fixed", "head"), help="Default: the drafter's own.")
+    parser.add_argument(
+        "--length_policy",
+        choices=("fixed", "head", "budget"),
+        default="fixed",
+        help="`fixed` is the drafter alone; `budget` adds looked-up tokens and this machine's costs.",
+    )
     return parser.parse_args()
 
 
@@ -37,8 +42,6 @@ def main():
     arguments = parse_arguments()
     target, tokenizer = load_target(PromptArguments(target=arguments.target), arguments.dtype, arguments.device)
     drafter = AdaFlashDrafter.from_pretrained(arguments.drafter, dtype=target.dtype).to(target.device)
-    if arguments.length_policy is not None:
-        drafter.generation_config.length_policy = arguments.length_policy
     prompts = {}
     for domain in DOMAINS:
         texts = evaluation_prompts(domain, arguments.prompts_per_domain)
@@ -51,6 +54,7 @@ def main():
         do_sample=arguments.temperature > 0,
         temperature=arguments.temperature or 1.0,
         batch_size=arguments.batch_size,
+        length_policy=arguments.length_policy,
     )
     print(report.table())
 

@@ -35,6 +35,7 @@ class ScriptArguments(PromptArguments):
     bottleneck_size: int = field(default=128, metadata={"help": "Inner width of a new head."})
     max_new_tokens: int = field(default=256, metadata={"help": "Longest response, in tokens."})
     eval_prompts_per_domain: int = field(default=8, metadata={"help": "Held-out prompts of each domain, up to 40."})
+    eval_tokens: int = field(default=128, metadata={"help": "Longest answer to a held-out prompt."})
 
 
 def main():
@@ -68,8 +69,8 @@ def main():
         for domain in DOMAINS
     }
     for policy in ("fixed", "head"):
-        drafter.generation_config.length_policy = policy
-        print(f"\nlength_policy {policy}\n{measure_acceptance(target, drafter, prompts).table()}")
+        report = measure_acceptance(target, drafter, prompts, script.eval_tokens, length_policy=policy)
+        print(f"\nlength_policy {policy}\n{report.table()}")
 
 
 if __name__ == "__main__":

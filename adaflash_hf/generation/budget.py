@@ -5,45 +5,35 @@ Both are chosen per step, over all live rows together, to commit the most expect
     (rows + sum of survival over verified drafts) / seconds(rows + verified drafts)
 
 Survival of a row's position k is the probability that it and all before it are accepted, so it falls along a row, and
-taking positions in order of survival never leaves a gap (D-Cut and DSpark's scheduler, `PAPERS` in the README).
+taking positions in order of survival never leaves a gap (the idea of D-Cut, and of DSpark, arXiv 2607.05147).
 Everything that enters was known before a token of this step was drawn: hidden states, looked-up continuations,
 outcomes of earlier steps, and costs measured before the call.
 """
 
 import numpy as np
+import torch
 
+from .. import kernels
 from .acceptance import DRAFTER_PRIOR, FORGET, LOOKUP_PRIOR, PRIOR_WEIGHT, RunningAcceptance, lookup_classes
 from .costs import WRONG, CostModel
 from .lookup import LookupDraft
 
 
-def allocate(survival: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, float]:
-    """Drafted tokens to verify per row.
+def allocate(survival: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Drafted tokens to verify per row, int64 `[rows]`: the best of all choices (`kernels.survival_lengths`).
 
     Args:
         survival: float64 `[rows, K]`, falling along each row; 0 where a row has nothing to offer.
         seconds: float64 `[rows * K + 1]`, duration of the step when n drafts are verified, rising with n.
-
-    Returns:
-        int64 `[rows]` and the expected tokens per second. The best of all choices; of equals the shortest.
     """
-    rows = len(survival)
-    order, best, rate = _best(survival, seconds)
-    if best == 0:
-        return np.zeros(rows, dtype=np.int64), rate
-    last = order[best - 1]
-    lengths, ties = (survival > last).sum(axis=1), (survival == last).sum(axis=1)
-    # Positions that tie with the last one taken: rows in order, as many as are left.
-    left = best - lengths.sum() - (ties.cumsum() - ties)
-    return lengths + np.clip(left, 0, ties), rate
+    by_tokens = np.concatenate([np.full(len(survival), seconds[0]), seconds])
+    return kernels.survival_lengths(torch.from_numpy(survival), torch.from_numpy(by_tokens)).numpy()
 
 
-def _best(survival: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, int, float]:
-    """Survival in falling order, how many positions to take of it, and the rate that gives."""
+def best_rate(survival: np.ndarray, seconds: np.ndarray) -> float:
+    """Expected tokens per second of that choice; arguments as in `allocate`."""
     order = np.sort(survival, axis=None)[::-1]
-    rates = (len(survival) + np.concatenate([[0.0], order.cumsum()])) / seconds
-    best = int(rates.argmax())
-    return order, best, float(rates[best])
+    return float(((len(survival) + np.concatenate([[0.0], order.cumsum()])) / seconds).max())
 
 
 class Budget:
@@ -115,14 +105,14 @@ class Budget:
         most = int((gain > 0).sum())
         numbers = [n for n in range(1, most + 1) if n <= 8 or n & (n - 1) == 0 or n == most]
         verify = self.costs.verify_seconds(rows, rows + lookup.size, slots)
-        best, best_rate = 0, _best(lookup, verify)[2]
+        best, highest = 0, best_rate(lookup, verify)
         for number in numbers:
             mixed = lookup.copy()
             mixed[order[:number]] = drafter[order[:number]]
             seconds = verify + self.costs.draft_seconds(number, catching_up, slots)
-            rate = _best(mixed, seconds)[2]
-            if rate > best_rate:
-                best, best_rate = number, rate
+            rate = best_rate(mixed, seconds)
+            if rate > highest:
+                best, highest = number, rate
         served = np.zeros(rows, dtype=bool)
         served[order[:best]] = True
         return served
@@ -133,7 +123,7 @@ class Budget:
         seconds = self.costs.verify_seconds(rows, rows + survival.size, slots)
         if served:
             seconds = seconds + self.costs.draft_seconds(served, caught_up, slots)
-        return allocate(survival, seconds)[0]
+        return allocate(survival, seconds)
 
     def learn(self, verified: list[int], accepted: list[int], matches: list[int | None]) -> None:
         """A step's outcome per row: drafts verified, drafts accepted, and the lookup's match or `None` for the

@@ -13,7 +13,7 @@ from .errors import AdaFlashValueError
 
 LABEL_CONVENTIONS = ("fill_in", "sample_from_anchor")
 LENGTH_HEAD_KINDS = ("length", "survival")
-LENGTH_POLICIES = ("fixed", "head")
+LENGTH_POLICIES = ("budget", "head", "fixed")
 
 
 @strict
@@ -27,6 +27,7 @@ class AdaptiveLengthConfig(PreTrainedConfig):
         block_size: slots of a block, anchor included.
         num_drafted_tokens: drafted positions of a block; `block_size - 1` unless the anchor slot drafts too.
         bottleneck_size: inner width of the head.
+        calibrated: whether a `survival` checkpoint holds `position_scale`, one over the temperature per position.
     """
 
     model_type = "adaflash_length_head"
@@ -36,6 +37,7 @@ class AdaptiveLengthConfig(PreTrainedConfig):
     block_size: int = 16
     num_drafted_tokens: int | None = None
     bottleneck_size: int = 256
+    calibrated: bool = False
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs):
@@ -200,21 +202,27 @@ class AdaFlashGenerationConfig(GenerationConfig):
     """Policy settings of a drafter, saved beside it in `generation_config.json`.
 
     Args:
-        length_policy: `fixed` verifies the whole block; `head` (default where the checkpoint carries a length head)
-            asks the length head.
+        length_policy: `budget` (default) verifies what commits the most expected tokens per second on this machine,
+            over all rows, from the drafter's block or from the row's own text; `head` asks the length head, row by
+            row (AdaFlash's rule); `fixed` verifies the whole block.
+        lookup_tokens: with `budget`, most tokens proposed from a match in the row's own text; 0 switches lookup off.
         length_rate: factor on the `length` head's answer (AdaFlash's threshold rate).
         min_candidate_length: shortest candidate, anchor slot included: length c verifies c - 1 drafted tokens.
         survival_threshold: with a `survival` head, positions whose survival probability is below are not verified.
             Break-even is the cost of one more verified token over the cost of one committed token: about 0.05 where
             verification is nearly free (a GPU at batch size 1), 0.3 where it is dear.
         num_assistant_tokens: most drafted tokens per step; `None` means the whole block.
+        context_window: the drafter looks at, and keeps, this many of the latest committed tokens only; `None` means
+            all. What it costs in acceptance, it saves in memory and draft time on long contexts.
     """
 
     def __init__(self, **kwargs):
-        self.length_policy = kwargs.pop("length_policy", None)
+        self.length_policy = kwargs.pop("length_policy", None) or "budget"
+        self.lookup_tokens = kwargs.pop("lookup_tokens", 10)
         self.length_rate = kwargs.pop("length_rate", 1.0)
         self.min_candidate_length = kwargs.pop("min_candidate_length", 1)
         self.survival_threshold = kwargs.pop("survival_threshold", 0.1)
+        self.context_window = kwargs.pop("context_window", None)
         super().__init__(**kwargs)
 
     @classmethod
@@ -224,7 +232,9 @@ class AdaFlashGenerationConfig(GenerationConfig):
 
     def validate(self, **kwargs):
         super().validate(**kwargs)
-        if self.length_policy not in (None, *LENGTH_POLICIES):
+        if self.lookup_tokens < 0:
+            raise AdaFlashValueError(f"`lookup_tokens` is {self.lookup_tokens}: use 0 or more.")
+        if self.length_policy not in LENGTH_POLICIES:
             raise AdaFlashValueError(f"`length_policy` is {self.length_policy!r}: use one of {LENGTH_POLICIES}.")
         if not self.length_rate > 0:
             raise AdaFlashValueError(f"`length_rate` is {self.length_rate}: use a number above 0.")
@@ -232,6 +242,8 @@ class AdaFlashGenerationConfig(GenerationConfig):
             raise AdaFlashValueError(f"`min_candidate_length` is {self.min_candidate_length}: use 1 or more.")
         if not 0 <= self.survival_threshold <= 1:
             raise AdaFlashValueError(f"`survival_threshold` is {self.survival_threshold}: use 0 to 1.")
+        if self.context_window is not None and self.context_window < 1:
+            raise AdaFlashValueError(f"`context_window` is {self.context_window}: use 1 or more, or None for all.")
         if self.num_assistant_tokens is not None and self.num_assistant_tokens < 0:
             raise AdaFlashValueError(f"`num_assistant_tokens` is {self.num_assistant_tokens}: use 0 or more.")
 

@@ -31,7 +31,27 @@ class AdaptiveLengthHead(HubModel):
         self.position_bias = (
             nn.Parameter(torch.zeros(config.num_drafted_tokens)) if config.kind == "survival" else None
         )
+        scaled = config.kind == "survival" and config.calibrated
+        self.register_buffer("position_scale", torch.ones(config.num_drafted_tokens) if scaled else None)
         self.post_init()
+
+    @torch.no_grad()
+    def recalibrate(self, temperature: torch.Tensor, bias: torch.Tensor) -> None:
+        """Makes every later logit the present one divided by `temperature`, plus `bias`.
+
+        Args:
+            temperature, bias: `[num_drafted_tokens]` for `survival`, by position; `[1]` for `length`, where both go
+                into the last layer, so that the checkpoint keeps AdaFlash's layout.
+        """
+        temperature, bias = temperature.to(self.out.weight), bias.to(self.out.weight)
+        if self.config.kind == "length":
+            self.out.weight /= temperature
+            self.out.bias.copy_(self.out.bias / temperature + bias)
+            return
+        scale = torch.ones_like(temperature) if self.position_scale is None else self.position_scale
+        self.position_scale = scale / temperature
+        self.position_bias.copy_(self.position_bias / temperature + bias)
+        self.config.calibrated = True
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Args:
@@ -49,7 +69,11 @@ class AdaptiveLengthHead(HubModel):
         z = nn.functional.silu(self.down(torch.cat([mean.expand_as(position), position], dim=-1)))
         z = z + nn.functional.silu(self.res(z))
         logits = self.out(z).squeeze(-1)
-        return logits.squeeze(-1) if self.config.kind == "length" else logits + self.position_bias
+        if self.config.kind == "length":
+            return logits.squeeze(-1)
+        if self.position_scale is not None:
+            logits = logits * self.position_scale
+        return logits + self.position_bias
 
     def candidate_lengths(self, hidden_states, rate: float = 1.0, minimum: int = 1, threshold: float = 0.1):
         """Candidate lengths `[n]` (int64), anchor slot included: length c verifies c - 1 drafted tokens.

@@ -59,9 +59,11 @@ def drafters(draw):
     }
     if draw(st.booleans()):
         overrides |= {"sliding_window": draw(st.integers(2, 9)), "sliding_window_causal": draw(st.booleans())}
-    policy = {"context_window": draw(st.sampled_from([None, 1, 6]))}
-    if overrides["head"] is not None:
-        policy["length_policy"] = draw(st.sampled_from(["fixed", "head"]))
+    policy = {
+        "context_window": draw(st.sampled_from([None, 1, 6])),
+        "length_policy": draw(st.sampled_from(["fixed", "budget", *(["head"] if overrides["head"] else [])])),
+        "lookup_tokens": draw(st.sampled_from([0, 10])),
+    }
     return overrides, policy
 
 
