@@ -21,6 +21,7 @@ def pytest_addoption(parser):
         choices=["triton", "torch"],
         help="run with this implementation of the kernels",
     )
+    parser.addoption("--all-cells", action="store_true", help="the whole option grid, not half of it")
 
 
 @pytest.fixture(autouse=True)

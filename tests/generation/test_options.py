@@ -24,7 +24,15 @@ from transformers.generation import logits_process as hf  # noqa: E402
 from adaflash_hf import AdaFlashValueError  # noqa: E402
 
 
-@pytest.mark.parametrize("name, batch, sampling", list(cells()))
+def pytest_generate_tests(metafunc):
+    """One greedy row and three sampled rows of each option, or, with `--all-cells`, both ways of both."""
+    if "sampling" in metafunc.fixturenames:
+        chosen = list(cells())
+        if not metafunc.config.getoption("--all-cells"):
+            chosen = [(name, batch, sampling) for name, batch, sampling in chosen if (batch > 1) == sampling]
+        metafunc.parametrize("name, batch, sampling", chosen)
+
+
 def test_cell(name, batch, sampling, oracle):
     cell = CELLS[name]
     call = Call(cell, batch)
