@@ -94,7 +94,7 @@ def outcome(call: Call, sampling: bool, ours: bool) -> str:
     except Exception as error:
         return f"{type(error).__name__}"
     if plain is None:
-        return "ignored"
+        return "runs, not compared"
     differs = difference(plain, result)
     return "equal" if differs is None else f"**{differs} differ**"
 
