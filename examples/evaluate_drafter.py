@@ -11,8 +11,7 @@ from pathlib import Path
 
 from adaflash_hf import AdaFlashDrafter
 from adaflash_hf.evaluation.acceptance import measure_acceptance
-from adaflash_hf.training.prompts import DOMAINS, evaluation_prompts
-from adaflash_hf.training.rollouts import template_ids
+from adaflash_hf.training.rollouts import evaluation_ids
 from adaflash_hf.training.setup import PromptArguments, load_target
 
 
@@ -42,14 +41,10 @@ def main():
     arguments = parse_arguments()
     target, tokenizer = load_target(PromptArguments(target=arguments.target), arguments.dtype, arguments.device)
     drafter = AdaFlashDrafter.from_pretrained(arguments.drafter, dtype=target.dtype).to(target.device)
-    prompts = {}
-    for domain in DOMAINS:
-        texts = evaluation_prompts(domain, arguments.prompts_per_domain)
-        prompts[domain] = [template_ids(tokenizer, text, None) for text in texts]
     report = measure_acceptance(
         target,
         drafter,
-        prompts,
+        evaluation_ids(tokenizer, arguments.prompts_per_domain),
         max_new_tokens=arguments.max_new_tokens,
         do_sample=arguments.temperature > 0,
         temperature=arguments.temperature or 1.0,

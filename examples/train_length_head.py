@@ -17,8 +17,7 @@ from adaflash_hf.evaluation.acceptance import measure_acceptance
 from adaflash_hf.target import Target
 from adaflash_hf.training.arguments import AdaFlashTrainingArguments
 from adaflash_hf.training.length_head import attach_length_head
-from adaflash_hf.training.prompts import DOMAINS, evaluation_prompts
-from adaflash_hf.training.rollouts import build_feature_shards, template_ids
+from adaflash_hf.training.rollouts import build_feature_shards, evaluation_ids
 from adaflash_hf.training.run import calibrate_head
 from adaflash_hf.training.setup import PromptArguments, load_prompts, load_target, parse_arguments
 from adaflash_hf.training.trainer import AdaFlashTrainer
@@ -62,12 +61,7 @@ def main():
 
     # 3. Compare with verifying whole blocks.
     drafter = AdaFlashDrafter.from_pretrained(output / "drafter", dtype=target.dtype).to(target.device)
-    prompts = {
-        domain: [
-            template_ids(tokenizer, text, None) for text in evaluation_prompts(domain, script.eval_prompts_per_domain)
-        ]
-        for domain in DOMAINS
-    }
+    prompts = evaluation_ids(tokenizer, script.eval_prompts_per_domain)
     for policy in ("fixed", "head"):
         report = measure_acceptance(target, drafter, prompts, script.eval_tokens, length_policy=policy)
         print(f"\nlength_policy {policy}\n{report.table()}")

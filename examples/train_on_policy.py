@@ -16,9 +16,8 @@ from pathlib import Path
 
 from adaflash_hf.training.arguments import AdaFlashTrainingArguments
 from adaflash_hf.training.exchange import Exchange
-from adaflash_hf.training.prompts import DOMAINS, evaluation_prompts
 from adaflash_hf.training.rollout_worker import RolloutArguments, RolloutWorker
-from adaflash_hf.training.rollouts import template_ids
+from adaflash_hf.training.rollouts import evaluation_ids
 from adaflash_hf.training.run import make_drafter
 from adaflash_hf.training.setup import DrafterArguments, PromptArguments, load_prompts, load_target, parse_arguments
 from adaflash_hf.training.trainer import AdaFlashTrainer, MeasureAcceptance
@@ -47,11 +46,7 @@ def main():
         worker = RolloutWorker(target, tokenizer, load_prompts(script), exchange, rollout)
 
     # 2. Train.
-    prompts = {}
-    if script.eval_every:
-        for domain in DOMAINS:
-            texts = evaluation_prompts(domain, script.eval_prompts_per_domain)
-            prompts[domain] = [template_ids(tokenizer, text, None) for text in texts]
+    prompts = evaluation_ids(tokenizer, script.eval_prompts_per_domain) if script.eval_every else {}
     trainer = AdaFlashTrainer(
         drafter,
         target,

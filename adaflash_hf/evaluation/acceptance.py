@@ -11,8 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import AdaFlashValueError
+from ..generation.rows import left_padded
 from ..generation.statistics import collect_statistics
 from ..modeling_adaflash import AdaFlashDrafter
+from ..training.rollouts import Sampling
 
 
 @dataclass
@@ -157,7 +159,7 @@ def measure_acceptance(
 
 
 def _measure(target, drafter, prompts, max_new_tokens, do_sample, temperature, batch_size, seed) -> AcceptanceReport:
-    options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if do_sample else {}
+    options = Sampling(temperature if do_sample else 0.0).options()
     cuda = [target.device] if target.device.type == "cuda" else []
     report = AcceptanceReport({})
     for domain, rows in prompts.items():
@@ -166,18 +168,14 @@ def _measure(target, drafter, prompts, max_new_tokens, do_sample, temperature, b
             raise AdaFlashValueError(f"A prompt of `{domain}` is empty: every prompt needs at least one token.")
         for start in range(0, len(rows), batch_size):
             part = rows[start : start + batch_size]
-            width = max(map(len, part))
-            ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in part], device=target.device)
-            mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in part], device=target.device)
             with torch.random.fork_rng(devices=cuda), collect_statistics() as calls:
                 torch.manual_seed(seed + start)
                 target.generate(
-                    input_ids=ids,
-                    attention_mask=mask,
+                    **left_padded(part, target.device),
                     assistant_model=drafter,
                     max_new_tokens=max_new_tokens,
                     pad_token_id=0,
-                    **{"do_sample": False, **options},
+                    **options,
                 )
             found.accepted_lengths += calls[0].accepted_lengths
             found.candidate_lengths += calls[0].candidate_lengths

@@ -29,6 +29,7 @@ from ..kernels.packed_linear import pack_linear_weights
 from ..modeling_adaflash import AdaFlashDrafter
 from ..target import Target
 from ..training.prompts import DOMAINS, evaluation_prompts
+from ..training.rollouts import Sampling, end_tokens
 from .metrics import AcceptedLength, VerifiedTokenEfficiency
 from .report import markdown_table, save_plots
 
@@ -93,9 +94,7 @@ def load(arguments: BenchmarkArguments):
 
 def run(target, inputs, drafter, method: str, temperature: float, max_new_tokens: int):
     """One batch: new token ids `[b, n]`, seconds, and the statistics of our loop where it ran."""
-    options = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-    if temperature > 0:
-        options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    options = {"max_new_tokens": max_new_tokens, **Sampling(temperature).options()}
     if method == "prompt_lookup":
         options["prompt_lookup_num_tokens"] = 10
     elif method != "plain":
@@ -129,8 +128,7 @@ def measure_cell(target, tokenizer, drafter, arguments, domain, concurrency, tem
         return_dict=True,
         return_tensors="pt",
     ).to(target.device)
-    ends = target.generation_config.eos_token_id
-    ends = set(ends if isinstance(ends, list) else [ends])
+    ends = set(end_tokens(target))
     methods = [m for m in arguments.methods if concurrency == 1 or m not in SINGLE]
     if drafter.length_head is None:
         methods = [m for m in methods if m != "head"]

@@ -7,12 +7,12 @@ Each takes plain lists, so results of any engine can be measured with them.
 
 import datasets
 import evaluate
-import numpy as np
+
+from .acceptance import DomainAcceptance
 
 
 _CITATION = "AdaFlash, arXiv 2607.19223; Leviathan et al., arXiv 2211.17192"
 _STEPS = datasets.Sequence(datasets.Value("int64"))
-_RESAMPLES = 2000
 
 
 class AcceptedLength(evaluate.Metric):
@@ -31,18 +31,13 @@ class AcceptedLength(evaluate.Metric):
         )
 
     def _compute(self, accepted_lengths):
-        sums = np.array([sum(row) for row in accepted_lengths], dtype=np.float64)
-        steps = np.array([len(row) for row in accepted_lengths], dtype=np.float64)
-        if not steps.sum():
-            return {"accepted_length": 0.0, "low": 0.0, "high": 0.0, "steps": 0}
-        drawn = np.random.default_rng(0).integers(len(sums), size=(_RESAMPLES, len(sums)))
-        means = sums[drawn].sum(axis=1) / np.maximum(steps[drawn].sum(axis=1), 1)
-        low, high = np.percentile(means, [2.5, 97.5])
+        found = DomainAcceptance(accepted_lengths)
+        low, high = found.interval()
         return {
-            "accepted_length": float(sums.sum() / steps.sum()),
-            "low": float(low),
-            "high": float(high),
-            "steps": int(steps.sum()),
+            "accepted_length": found.tau(),
+            "low": low,
+            "high": high,
+            "steps": sum(len(row) for row in accepted_lengths),
         }
 
 

@@ -202,18 +202,17 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         survival[drafting] = expected[drafting]
         # 3. Lengths for all rows together.
         lengths = budget.lengths(survival, len(served), slots, late).tolist()
+        by_drafter = [lengths[row] if row in drafting else 0 for row in served]
         if served and curves is not None:
-            kept = np.array([lengths[row] if row in drafting else 0 for row in served])
-            budget.promise(expected[served, : budget.drafted], kept)
+            budget.promise(expected[served, : budget.drafted], np.array(by_drafter))
         matches = [None if lookup is None or row in drafting else lookup.match for row, lookup in enumerate(lookups)]
         looked_up = [t for row, n in enumerate(lengths) if n and row not in drafting for t in lookups[row].tokens[:n]]
         looked_up = torch.tensor(looked_up, dtype=torch.long, device=anchors.device)
-        if not sum(lengths[row] for row in drafting):
+        if not any(by_drafter):
             return Draft(lengths, looked_up, matches=matches)
         owners = torch.tensor([row in drafting for row in range(rows)]).repeat_interleave(torch.tensor(lengths))
         owners = owners.to(anchors.device)
-        drafted = torch.tensor([lengths[row] if row in drafting else 0 for row in served], device=hidden.device)
-        logits = self._kept_logits(hidden, drafted)
+        logits = self._kept_logits(hidden, torch.tensor(by_drafter, device=hidden.device))
         tokens = anchors.new_empty(len(owners))
         tokens[owners], tokens[~owners] = self._pick(logits).to(anchors.device), looked_up
         if not self.do_sample:

@@ -9,9 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,8 @@ import numpy as np
 import torch
 from huggingface_hub import cached_assets_path
 from transformers import PreTrainedModel
+
+from ..hub import replace_text
 
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -180,8 +180,4 @@ def forget_costs(description: dict[str, str]) -> None:
 
 
 def _store(description: dict[str, str], costs: CostModel) -> None:
-    path = _path(description)
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump({**description, "costs": dataclasses.asdict(costs)}, file, indent=2)
-    os.replace(partial, path)
+    replace_text(_path(description), json.dumps({**description, "costs": dataclasses.asdict(costs)}, indent=2))

@@ -6,6 +6,7 @@ on return only; inside, slot j of a row holds its j-th token. A row that has fin
 Each turn of the loop is one target pass: prompts of rows that are let in, or anchors and drafts of all live rows.
 """
 
+import itertools
 import time
 
 import torch
@@ -131,10 +132,10 @@ def assisted_decoding(
 
         # 5. Accept drafts that the target would have chosen, and its own next token; commit them.
         counts = [count + 1 for count in draft.counts]
-        starts = [sum(counts[:row]) for row in range(len(counts))]
+        starts = list(itertools.accumulate(counts, initial=0))[:-1]
         tokens, indices = interleave(rows.anchors()[first:], draft), rows.live[first:]
         committed, leaving = [0] * len(counts), []
-        for new, scores in choice.rounds(current.logits, tokens, counts, draft, rows, first):
+        for new, scores in choice.rounds(current.logits, tokens, counts, starts, draft, rows, first):
             for row, index in enumerate(indices):
                 kept = stopping.cut(index, new[row])
                 rows.commit(index, kept)

@@ -73,14 +73,14 @@ class TargetChoice:
                 return float(processor.temperature)
         return 1.0
 
-    def rounds(self, logits, tokens, counts: list[int], draft: Draft, rows: Rows, first: int):
+    def rounds(self, logits, tokens, counts: list[int], starts: list[int], draft: Draft, rows: Rows, first: int):
         """Accepts drafts, in one round or one token at a time; the caller commits a round before it asks for the
         next, and stops asking when a row has ended.
 
         Args:
             logits: `[T, V]` at the packed tokens.
             tokens: int64 `[T]`, anchor and drafts of each row.
-            counts: tokens per row.
+            counts, starts: tokens per row, and the packed index of each row's first.
             draft: the drafts, with what they were drawn from when sampling.
             rows: the rows of the call; `counts` belongs to the live ones from place `first` on.
 
@@ -91,7 +91,6 @@ class TargetChoice:
         Raises:
             AdaFlashError: when the next token of a row has no distribution, because scores hold NaN.
         """
-        starts = [sum(counts[:row]) for row in range(len(counts))]
         indices = rows.live[first:]
         if self.scores_only:
             yield self._all_at_once(logits, tokens, counts, starts, draft, indices)

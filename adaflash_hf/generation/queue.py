@@ -15,6 +15,7 @@ from transformers.utils.logging import is_progress_bar_enabled
 
 from ..errors import AdaFlashValueError
 from ..modeling_adaflash import AdaFlashDrafter
+from .rows import left_padded
 
 
 @dataclass
@@ -77,12 +78,6 @@ def generate_many(
     empty = [index for index, prompt in enumerate(prompts) if not len(prompt)]
     if empty:
         raise AdaFlashValueError(f"Prompt {empty[0]} is empty: every prompt needs at least one token.")
-    width = max(map(len, prompts))
-    input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    attention_mask = torch.zeros_like(input_ids)
-    for index, prompt in enumerate(prompts):
-        input_ids[index, width - len(prompt) :] = torch.as_tensor(prompt)
-        attention_mask[index, width - len(prompt) :] = 1
     answers: list[list[int]] = [[] for _ in prompts]
     bar = tqdm(total=len(prompts), desc="prompts", disable=not (progress_bar and is_progress_bar_enabled()))
 
@@ -95,12 +90,7 @@ def generate_many(
     token = _queue.set(Queue(max_live_rows, finish))
     try:
         with bar:
-            model.generate(
-                input_ids=input_ids.to(model.device),
-                attention_mask=attention_mask.to(model.device),
-                assistant_model=drafter,
-                **options,
-            )
+            model.generate(**left_padded(prompts, model.device), assistant_model=drafter, **options)
     finally:
         _queue.reset(token)
     return answers

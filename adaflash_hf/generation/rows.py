@@ -5,8 +5,20 @@ slot j of a row holds the j-th token that the row may look at, those of a reused
 """
 
 import collections
+from collections.abc import Sequence
 
 import torch
+
+
+def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask` int64 `[b, longest]` of prompts given as token ids, padded with 0."""
+    width = max(map(len, prompts))
+    input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, width - len(prompt) :] = torch.as_tensor(prompt)
+        attention_mask[row, width - len(prompt) :] = 1
+    return {"input_ids": input_ids.to(device), "attention_mask": attention_mask.to(device)}
 
 
 class Rows:

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch.utils.data import Dataset
 
 from ..errors import AdaFlashValueError
+from ..hub import replace_file
 from ..target import Target
-from .exchange import write_atomically
 
 
 FEATURE_KEYS = ("features", "teacher_hidden", "teacher_argmax")
@@ -53,7 +53,7 @@ def save_feature_shard(path: str | Path, samples: list[dict], target_layer_ids: 
         "prompt_lengths": json.dumps([int(sample["prompt_length"]) for sample in samples]),
         "target_layer_ids": json.dumps(list(target_layer_ids)),
     }
-    write_atomically(Path(path), lambda partial: save_file(tensors, partial, metadata=metadata))
+    replace_file(Path(path), lambda partial: save_file(tensors, partial, metadata=metadata))
 
 
 class FeatureShards(Dataset):

@@ -18,16 +18,7 @@ import shutil
 from pathlib import Path
 
 from ..errors import AdaFlashValueError
-
-
-def write_atomically(path: Path, write) -> None:
-    """Calls `write(temporary path)` and moves the result to `path`, so that no reader sees half a file."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+from ..hub import replace_text
 
 
 class Exchange:
@@ -51,7 +42,7 @@ class Exchange:
             return None
 
     def _write_text(self, name: str, text: str) -> None:
-        write_atomically(self.folder / name, lambda path: path.write_text(text, encoding="utf-8"))
+        replace_text(self.folder / name, text)
 
     def version_path(self, version: int) -> Path:
         return self.versions / f"{version:08d}"

@@ -19,8 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..errors import AdaFlashValueError
+from ..hub import replace_file
 from ..modeling_adaflash import AdaFlashDrafter
-from .exchange import Exchange, write_atomically
+from .exchange import Exchange
 from .rollouts import Sampling, complete, template_ids
 from .setup import PromptArguments, load_prompts, load_target
 
@@ -174,7 +175,7 @@ def save_rollouts(exchange: Exchange, job: int, samples: list[dict], version: in
         "finish_reasons": json.dumps([sample["finish_reason"] for sample in samples]),
         "sampling": json.dumps(asdict(sampling)),
     }
-    write_atomically(exchange.rollout_path(job), lambda path: save_file(tensors, path, metadata=metadata))
+    replace_file(exchange.rollout_path(job), lambda path: save_file(tensors, path, metadata=metadata))
 
 
 def load_rollouts(exchange: Exchange, job: int) -> tuple[list[dict], int]:

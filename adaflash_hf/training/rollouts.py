@@ -13,10 +13,12 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import is_progress_bar_enabled
 
+from ..generation.rows import left_padded
 from ..generation.statistics import collect_statistics
 from ..modeling_adaflash import AdaFlashDrafter
 from ..target import Target
 from .data import FEATURE_KEYS, FeatureShards, collate, save_feature_shard, target_features
+from .prompts import DOMAINS, evaluation_prompts
 
 
 @dataclass
@@ -67,6 +69,14 @@ def template_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, chat_template_
     return encoded["input_ids"]
 
 
+def evaluation_ids(tokenizer: PreTrainedTokenizerBase, prompts_per_domain: int) -> dict[str, list[list[int]]]:
+    """Domain -> token ids of its held-out prompts, as `evaluation.acceptance` takes them."""
+    return {
+        domain: [template_ids(tokenizer, text, None) for text in evaluation_prompts(domain, prompts_per_domain)]
+        for domain in DOMAINS
+    }
+
+
 def complete(
     model: PreTrainedModel,
     prompts: list[list[int]],
@@ -75,17 +85,11 @@ def complete(
     drafter: AdaFlashDrafter | None = None,
 ) -> list[dict]:
     """`respond` for prompts that are token ids already."""
-    width = max(map(len, prompts))
-    input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    attention_mask = torch.zeros_like(input_ids)
-    for i, prompt in enumerate(prompts):
-        input_ids[i, width - len(prompt) :] = torch.tensor(prompt)
-        attention_mask[i, width - len(prompt) :] = 1
+    inputs = left_padded(prompts, model.device)
     ends = set(end_tokens(model))
     with collect_statistics() as calls:
         sequences = model.generate(
-            input_ids=input_ids.to(model.device),
-            attention_mask=attention_mask.to(model.device),
+            **inputs,
             max_new_tokens=max_new_tokens,
             pad_token_id=min(ends, default=0),
             assistant_model=drafter,
@@ -94,7 +98,7 @@ def complete(
     accepted = calls[0].accepted_lengths if calls else [[] for _ in prompts]
     samples = []
     for prompt, row, lengths in zip(prompts, sequences.tolist(), accepted, strict=True):
-        response = row[width:]
+        response = row[inputs["input_ids"].shape[1] :]
         end = next((i + 1 for i, token in enumerate(response) if token in ends), None)
         samples.append(
             {

@@ -47,7 +47,8 @@ def run_training(
             exchange = Exchange(args.exchange or output / "exchange")
             worker = RolloutWorker(target, tokenizer, load_prompts(prompts), exchange, rollout)
     else:
-        layout = load_or_configure(target, shape)
+        named = make_drafter(target, shape) if shape.drafter is not None else None
+        layout = drafter_config(target, shape) if named is None else named.config
         with args.main_process_first(desc="responses and features"):
             dataset = build_feature_shards(
                 Target(target, layout),
@@ -57,20 +58,13 @@ def run_training(
                 rollout.rollout_max_new_tokens,
                 rollout.rollout_batch_size,
             )
-        drafter = make_drafter(target, shape, dataset)
+        drafter = make_drafter(target, shape, dataset) if named is None else named
     trainer = AdaFlashTrainer(drafter, target, args, train_dataset=dataset, rollout_worker=worker)
     trainer.train(resume_from_checkpoint=True)
     if dataset is not None and drafter.length_head is not None and args.world_size == 1:
         calibrate_head(trainer, dataset)
     trainer.save_drafter(output / "drafter")
     return output / "drafter"
-
-
-def load_or_configure(target, shape: DrafterArguments):
-    """The configuration of the named drafter, or of a new one."""
-    if shape.drafter is not None:
-        return AdaFlashDrafter.from_pretrained(shape.drafter).config
-    return drafter_config(target, shape)
 
 
 def make_drafter(target, shape: DrafterArguments, dataset: FeatureShards | None = None) -> AdaFlashDrafter:

@@ -12,10 +12,11 @@ from test_trainer import arguments, greedy_samples
 from tiny import make_drafter, make_target
 
 from adaflash_hf import AdaFlashValueError
+from adaflash_hf.hub import replace_file
 from adaflash_hf.training.anchors import sample_anchors
 from adaflash_hf.training.data import collate
 from adaflash_hf.training.distillation import DistillationModel
-from adaflash_hf.training.exchange import Exchange, write_atomically
+from adaflash_hf.training.exchange import Exchange
 from adaflash_hf.training.length_head import HeadLabels
 from adaflash_hf.training.losses import DistillationLoss
 from adaflash_hf.training.rollout_worker import RolloutArguments, RolloutWorker, load_rollouts, save_rollouts
@@ -120,7 +121,7 @@ def test_14_half_a_file_has_no_name_and_reading_deletes_nothing(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_atomically(tmp_path / "00000000.safetensors", half)
+        replace_file(tmp_path / "00000000.safetensors", half)
     assert list(tmp_path.iterdir()) == []
     exchange = Exchange(tmp_path)
     shard(exchange, 0)
