@@ -3,7 +3,7 @@
     python examples/train_length_head.py --new_head --length_head survival --output_dir runs/head --max_steps 200 \\
         --learning_rate 1e-3 --use_cpu
 
-The target answers prompts (greedily the first time each), their features are stored, the head learns which drafted
+The target answers prompts (half of them greedily), their features are stored, the head learns which drafted
 positions are accepted, and a temperature per position is fitted. Prints Brier score and expected against realised
 accepted length, draws `OUTPUT_DIR/reliability.png`, and compares verified tokens per step with verifying every block
 in full. `--length_head length` trains AdaFlash's own kind.
@@ -17,9 +17,10 @@ from adaflash_hf.evaluation.acceptance import measure_acceptance
 from adaflash_hf.target import Target
 from adaflash_hf.training.arguments import AdaFlashTrainingArguments
 from adaflash_hf.training.length_head import attach_length_head
-from adaflash_hf.training.rollouts import build_feature_shards, evaluation_ids
-from adaflash_hf.training.run import calibrate_head
-from adaflash_hf.training.setup import PromptArguments, load_prompts, load_target, parse_arguments
+from adaflash_hf.training.rollout_worker import RolloutArguments
+from adaflash_hf.training.rollouts import evaluation_ids
+from adaflash_hf.training.run import calibrate_head, load_features
+from adaflash_hf.training.setup import PromptArguments, load_target, parse_arguments
 from adaflash_hf.training.trainer import AdaFlashTrainer
 
 
@@ -32,13 +33,14 @@ class ScriptArguments(PromptArguments):
     new_head: bool = field(default=False, metadata={"help": "Drop the head that the drafter has."})
     length_head: str = field(default="survival", metadata={"help": "Kind of a new head: `survival` or `length`."})
     bottleneck_size: int = field(default=128, metadata={"help": "Inner width of a new head."})
-    max_new_tokens: int = field(default=256, metadata={"help": "Longest response, in tokens."})
     eval_prompts_per_domain: int = field(default=8, metadata={"help": "Held-out prompts of each domain, up to 40."})
     eval_tokens: int = field(default=128, metadata={"help": "Longest answer to a held-out prompt."})
 
 
 def main():
-    script, args = parse_arguments(ScriptArguments, AdaFlashTrainingArguments, length_head_only=True)
+    script, rollout, args = parse_arguments(
+        ScriptArguments, RolloutArguments, AdaFlashTrainingArguments, length_head_only=True
+    )
     output = Path(args.output_dir)
     target, tokenizer = load_target(script, device=args.device)
     drafter = AdaFlashDrafter.from_pretrained(script.drafter, dtype="float32")
@@ -49,9 +51,7 @@ def main():
 
     # 1. The target's responses and features.
     with args.main_process_first(desc="responses and features"):
-        dataset = build_feature_shards(
-            Target(target, drafter.config), tokenizer, load_prompts(script), output / "features", script.max_new_tokens
-        )
+        dataset = load_features(Target(target, drafter.config), tokenizer, script, rollout, output / "features")
 
     # 2. Train and calibrate.
     trainer = AdaFlashTrainer(drafter, target, args, train_dataset=dataset)

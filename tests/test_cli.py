@@ -17,10 +17,11 @@ from adaflash_hf import AdaFlashDrafter, cli
 from adaflash_hf.checkpoints import save_drafter
 from adaflash_hf.cli import generate as chat
 from adaflash_hf.cli.arguments import expand_config
+from adaflash_hf.training.data import FeatureShards
 
 
 ROOT = Path(__file__).parent.parent
-OWN = ["train", "rollout", "bench", "convert", "card", "generate"]
+OWN = ["train", "prompts", "rollout", "bench", "convert", "card", "generate"]
 
 
 def test_overview(capsys):
@@ -36,7 +37,7 @@ def test_commands_are_imported_when_called():
         "print([m for m, _ in cli.COMMANDS.values() if m in sys.modules]); print(sorted(cli.COMMANDS))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.splitlines() == ["[]", "['bench', 'card', 'convert', 'generate', 'rollout', 'train']"]
+    assert out.splitlines() == ["[]", "['bench', 'card', 'convert', 'generate', 'prompts', 'rollout', 'train']"]
     assert cli.COMMANDS["bench"][0] == "adaflash_hf.evaluation.benchmark"
 
 
@@ -53,7 +54,7 @@ def test_help(command, capsys):
 
 def test_unknown_command(capsys):
     assert cli.main(["chat"]) == 2
-    assert "use one of train, rollout, bench, convert, card, generate" in capsys.readouterr().err
+    assert "use one of train, prompts, rollout, bench, convert, card, generate" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -237,7 +238,9 @@ def test_generate_needs_a_target(tmp_path, capsys):
 # --- train ----------------------------------------------------------------------------------------------------------
 
 
-def test_train(tmp_path, monkeypatch):
+@pytest.fixture
+def training(tmp_path, monkeypatch):
+    """A settings file of a tiny run in `out`, to be changed by options."""
     from adaflash_hf.training import setup
 
     save_target(tmp_path / "target", make_target())
@@ -248,8 +251,33 @@ def test_train(tmp_path, monkeypatch):
         "max_steps: 2\nblock_size: 4\n"
         "anchors_per_sequence: 4\nper_device_train_batch_size: 2\nuse_cpu: true\nbottleneck_size: 8\n"
     )
-    assert cli.main(["train", "--config", str(tmp_path / "c.yaml"), "--disable_tqdm", "true"]) == 0
+    return ["train", "--config", str(tmp_path / "c.yaml"), "--disable_tqdm", "true"]
+
+
+def test_train(tmp_path, training):
+    assert cli.main(training) == 0
     drafter = AdaFlashDrafter.from_pretrained(tmp_path / "out" / "drafter")
     assert drafter.config.target_layer_ids == [2] and drafter.length_head.config.kind == "survival"
     assert (tmp_path / "out" / "drafter" / "README.md").is_file()
     assert load_file(tmp_path / "out" / "drafter" / "model.safetensors")["draft_token_ids"].shape == (16,)
+
+
+def test_train_on_the_text_of_another_run(tmp_path, training, capsys):
+    assert cli.main(training) == 0
+    features = ["--features", str(tmp_path / "out" / "features")]
+    assert cli.main([*training, *features, "--alpha", "1", "--output_dir", str(tmp_path / "second")]) == 0
+    assert (tmp_path / "second" / "drafter").is_dir() and not (tmp_path / "second" / "features").exists()
+    assert cli.main([*training, *features, "--mode", "on_policy"]) == 1
+    assert "`features`" in capsys.readouterr().err
+
+
+def test_train_follows_the_options_of_the_text(tmp_path, training):
+    def texts(*options):
+        output = tmp_path / "-".join(options)
+        assert cli.main([*training, *options, "--output_dir", str(output)]) == 0
+        return [ids.tolist() for ids, _ in FeatureShards(output / "features", [2]).token_ids()]
+
+    greedy = texts("--sampled_share", "0")
+    assert texts("--sampled_share", "1", "--temperature", "3") != greedy
+    flagged = texts("--sampled_share", "0", "--chat_template_kwargs", '{"thinking": true}')
+    assert flagged != greedy

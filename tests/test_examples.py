@@ -82,7 +82,7 @@ def test_train_on_policy_and_resume(tmp_path):
 def test_train_length_head(tmp_path):
     out = run(
         *("train_length_head.py", "--output_dir", str(tmp_path), "--new_head", "--length_head", "length"),
-        *("--prompts_per_domain", "2", "--max_new_tokens", "24", "--max_steps", "2", "--use_cpu"),
+        *("--prompts_per_domain", "2", "--rollout_max_new_tokens", "24", "--max_steps", "2", "--use_cpu"),
         *("--report_to", "none", "--disable_tqdm", "true", "--eval_prompts_per_domain", "1"),
         *("--eval_tokens", "8"),
     )

@@ -11,7 +11,7 @@ WORDS = ["<pad>", "<mask>", "user", "assistant", "<unk>"]
 WORDS += [f"w{i}" for i in range(VOCAB - len(WORDS))]
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
-    "{% if add_generation_prompt %}assistant {% endif %}"
+    "{% if add_generation_prompt %}assistant {% endif %}{% if thinking %}w9 {% endif %}"
 )
 
 

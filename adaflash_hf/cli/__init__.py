@@ -10,6 +10,7 @@ from .arguments import expand_config
 # Name -> (module with `main(argv)`, one line of help).
 COMMANDS = {
     "train": ("adaflash_hf.cli.train", "train a drafter and its length head for a target"),
+    "prompts": ("adaflash_hf.cli.prompts", "let the target write prompts to train on"),
     "rollout": ("adaflash_hf.cli.rollout", "write training text with the newest drafter, beside `train`"),
     "bench": ("adaflash_hf.evaluation.benchmark", "measure accepted length and speed against plain `generate`"),
     "convert": ("adaflash_hf.cli.convert", "convert a drafter to the layout of another implementation"),

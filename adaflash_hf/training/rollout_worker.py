@@ -67,6 +67,11 @@ class RolloutArguments:
         if not isinstance(flags, dict):
             raise AdaFlashValueError(f"`chat_template_kwargs` is {self.chat_template_kwargs}: write a JSON object.")
 
+    @property
+    def sampling(self) -> Sampling:
+        """How sampled responses are drawn."""
+        return Sampling(self.temperature, self.top_p, self.top_k)
+
 
 class RolloutWorker:
     """Makes jobs of an exchange folder.
@@ -143,7 +148,7 @@ class RolloutWorker:
         sampled = random.Random(f"{seed}+{job}").random() < arguments.sampled_share
         if not sampled:
             return Sampling(), indices
-        return Sampling(arguments.temperature, arguments.top_p, arguments.top_k), indices
+        return arguments.sampling, indices
 
     def _reload(self) -> bool:
         """Takes the newest published drafter; false while there is none."""

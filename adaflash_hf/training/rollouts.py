@@ -139,38 +139,43 @@ def build_feature_shards(
     folder: str | Path,
     max_new_tokens: int = 256,
     batch_size: int = 32,
-    repeat_temperature: float = 0.8,
+    sampling: Sampling | None = None,
+    sampled_share: float = 0.5,
+    chat_template_kwargs: dict | None = None,
     seed: int = 0,
 ) -> FeatureShards:
     """Responses and features for all prompts, one shard per batch. A shard's name tells what it was made from, so an
-    interrupted run goes on where it stopped, and other settings never reuse it. The first use of a prompt is answered
-    greedily, repeats are sampled."""
-    folder = Path(folder)
+    interrupted run goes on where it stopped, and other settings never reuse it.
+
+    Args:
+        sampling: how sampled responses are drawn; default temperature 1.
+        sampled_share: share of prompts whose first response is sampled, not greedy. Repeats of a prompt always are.
+        chat_template_kwargs: as in `respond`.
+    """
+    folder, sampling = Path(folder), sampling or Sampling(1.0)
     folder.mkdir(parents=True, exist_ok=True)
-    order = list(range(len(prompts)))
-    random.Random(seed).shuffle(order)
+    rng = random.Random(seed)
     seen: set[str] = set()
-    jobs: dict[float, list[str]] = {0.0: [], repeat_temperature: []}
-    for i in order:
-        jobs[repeat_temperature if prompts[i] in seen else 0.0].append(prompts[i])
-        seen.add(prompts[i])
+    greedy, sampled = [], []
+    for prompt in rng.sample(prompts, len(prompts)):
+        (sampled if rng.random() < sampled_share or prompt in seen else greedy).append(prompt)
+        seen.add(prompt)
     batches = [
-        (temperature, texts[start : start + batch_size])
-        for temperature, texts in jobs.items()
+        (how, texts[start : start + batch_size])
+        for how, texts in ((Sampling(), greedy), (sampling, sampled))
         for start in range(0, len(texts), batch_size)
     ]
     paths: list[Path] = []
-    for number, (temperature, texts) in enumerate(
-        tqdm(batches, desc="responses", disable=not is_progress_bar_enabled())
-    ):
-        recipe = [target.model.name_or_path, max_new_tokens, temperature, seed, texts]
+    for number, (how, texts) in enumerate(tqdm(batches, desc="responses", disable=not is_progress_bar_enabled())):
+        settings = [max_new_tokens, dataclasses.asdict(how), chat_template_kwargs, seed]
+        recipe = [target.model.name_or_path, *settings, texts]
         digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
         path = folder / f"shard-{number:05d}-{digest}.safetensors"
         paths.append(path)
         if path.exists():
             continue
         torch.manual_seed(seed + number)
-        samples = respond(target.model, tokenizer, sorted(texts, key=len), max_new_tokens, Sampling(temperature))
+        samples = respond(target.model, tokenizer, sorted(texts, key=len), max_new_tokens, how, chat_template_kwargs)
         save_feature_shard(path, add_features(target, samples), target.layer_ids)
     return FeatureShards(paths, target.layer_ids)
 

@@ -1,5 +1,6 @@
 """A whole training run, from command-line arguments to a saved drafter: what `adaflash train` and the examples run."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -42,6 +43,8 @@ def run_training(
     target, tokenizer = load_target(prompts, device=args.device)
     worker, dataset = None, None
     if args.mode == "on_policy":
+        if prompts.features is not None:
+            raise AdaFlashValueError("`features` is text made before: leave it out with `mode` on_policy.")
         drafter = make_drafter(target, shape)
         if not external_workers and args.process_index == 0:
             exchange = Exchange(args.exchange or output / "exchange")
@@ -50,14 +53,7 @@ def run_training(
         named = make_drafter(target, shape) if shape.drafter is not None else None
         layout = drafter_config(target, shape) if named is None else named.config
         with args.main_process_first(desc="responses and features"):
-            dataset = build_feature_shards(
-                Target(target, layout),
-                tokenizer,
-                load_prompts(prompts),
-                output / "features",
-                rollout.rollout_max_new_tokens,
-                rollout.rollout_batch_size,
-            )
+            dataset = load_features(Target(target, layout), tokenizer, prompts, rollout, output / "features")
         drafter = make_drafter(target, shape, dataset) if named is None else named
     trainer = AdaFlashTrainer(drafter, target, args, train_dataset=dataset, rollout_worker=worker)
     trainer.train(resume_from_checkpoint=True)
@@ -65,6 +61,26 @@ def run_training(
         calibrate_head(trainer, dataset)
     trainer.save_drafter(output / "drafter")
     return output / "drafter"
+
+
+def load_features(
+    target: Target, tokenizer, prompts: PromptArguments, rollout: RolloutArguments, folder: Path
+) -> FeatureShards:
+    """The named feature shards, or those made of the target's responses to the prompts, in `folder`."""
+    if prompts.features is not None:
+        return FeatureShards(prompts.features, target.layer_ids)
+    return build_feature_shards(
+        target,
+        tokenizer,
+        load_prompts(prompts),
+        folder,
+        rollout.rollout_max_new_tokens,
+        rollout.rollout_batch_size,
+        rollout.sampling,
+        rollout.sampled_share,
+        json.loads(rollout.chat_template_kwargs),
+        rollout.rollout_seed,
+    )
 
 
 def make_drafter(target, shape: DrafterArguments, dataset: FeatureShards | None = None) -> AdaFlashDrafter:

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel
@@ -14,16 +15,27 @@ from .prompts import DOMAINS, training_prompts
 from .warm_start import warm_start
 
 
+_FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
 @dataclass
 class PromptArguments:
     """The target and the prompts that it answers."""
 
     target: str | None = field(default=None, metadata={"help": "Repo id or folder; default SmolLM2-135M-Instruct."})
     dataset: str | None = field(
-        default=None, metadata={"help": "Hub data set of prompts instead of the built-in ones."}
+        default=None,
+        metadata={
+            "help": "Hub data set, or .jsonl, .json, .csv or .parquet file, of prompts instead of built-in ones."
+        },
     )
     prompt_column: str = field(default="prompt", metadata={"help": "Column of `dataset`: texts, or conversations."})
-    prompts_per_domain: int = field(default=3000, metadata={"help": "Prompts of each built-in domain."})
+    prompts_per_domain: int = field(
+        default=3000, metadata={"help": "Prompts of each built-in domain, or a third of those taken from `dataset`."}
+    )
+    features: str | None = field(
+        default=None, metadata={"help": "offline: the `features` folder of another run, instead of writing text."}
+    )
 
 
 @dataclass
@@ -77,7 +89,14 @@ def load_prompts(arguments: PromptArguments) -> list[str]:
     from datasets import load_dataset
 
     count = len(DOMAINS) * arguments.prompts_per_domain
-    rows = load_dataset(arguments.dataset, split="train")[arguments.prompt_column][:count]
+    name = arguments.dataset
+    kind = _FILE_KINDS.get(Path(name).suffix)
+    data = load_dataset(name, split="train") if kind is None else load_dataset(kind, data_files=name, split="train")
+    if arguments.prompt_column not in data.column_names:
+        raise AdaFlashValueError(
+            f"`prompt_column` is {arguments.prompt_column!r}, but {name} has {data.column_names}: name one."
+        )
+    rows = data[arguments.prompt_column][:count]
     return [row if isinstance(row, str) else first_user_message(row) for row in rows]
 
 
