@@ -20,6 +20,7 @@ class PackedBatch(RaggedQueries):
         key_rows, key_positions: int64 `[K]`, tokens whose keys are written; the queries themselves by default.
         starts_at_zero: whether every row begins here (prefill), which needs no mask.
         keep_weights: collect attention weights in `weights`, per layer `[heads, T, longest]` and the layer's window.
+        span: first and last slot, plus one, of the keys of the only row, where they are known to be consecutive.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class PackedBatch(RaggedQueries):
         starts_at_zero: bool = False,
         ring: int | None = None,
         keep_weights: bool = False,
+        span: tuple[int, int] | None = None,
     ):
         super().__init__(query_rows, query_positions, num_rows, longest, counts, block_ends, ring)
         self.key_rows = query_rows if key_rows is None else key_rows
@@ -42,6 +44,7 @@ class PackedBatch(RaggedQueries):
         self.key_slots = self.key_positions if ring is None else self.key_positions % ring
         self.starts_at_zero = starts_at_zero
         self.keep_weights, self.weights = keep_weights, []
+        self.span = span
         self.used = False
 
     def attention(

@@ -14,7 +14,15 @@ import numpy as np
 import torch
 
 from .. import kernels
-from .acceptance import DRAFTER_PRIOR, FORGET, LOOKUP_PRIOR, PRIOR_WEIGHT, RunningAcceptance, lookup_classes
+from .acceptance import (
+    DRAFTER_PRIOR,
+    FORGET,
+    LOOKUP_PRIOR,
+    PRIOR_WEIGHT,
+    SAMPLED,
+    RunningAcceptance,
+    lookup_classes,
+)
 from .costs import WRONG, CostModel
 from .lookup import LookupDraft
 
@@ -43,12 +51,14 @@ class Budget:
         costs: what passes of this target and drafter cost on this machine.
         drafted: tokens that one block of the drafter proposes, capped by the user's settings.
         lookup_tokens: most looked-up tokens; 0 switches lookup off.
+        sampled: whether tokens are drawn, not the target's argmax.
     """
 
-    def __init__(self, costs: CostModel, drafted: int, lookup_tokens: int):
+    def __init__(self, costs: CostModel, drafted: int, lookup_tokens: int, sampled: bool = False):
         self.costs, self.drafted, self.lookup_tokens = costs, drafted, lookup_tokens
-        self.lookup = RunningAcceptance(LOOKUP_PRIOR)
-        self.drafter = RunningAcceptance([DRAFTER_PRIOR] * drafted)
+        share = SAMPLED if sampled else 1.0
+        self.lookup = RunningAcceptance(share * np.array(LOOKUP_PRIOR))
+        self.drafter = RunningAcceptance([share * DRAFTER_PRIOR] * drafted)
         self._ratios: list[float] = []
         self._promised = self._kept = 0.0
 
@@ -58,9 +68,8 @@ class Budget:
 
     def lookup_survival(self, lookups: list[LookupDraft | None], room: list[int]) -> np.ndarray:
         """`[rows, width]` for the looked-up continuations, 0 past the room that a row has."""
-        matches = np.array([1 if lookup is None else lookup.match for lookup in lookups])
         counts = np.array([0 if lookup is None else len(lookup.tokens) for lookup in lookups])
-        survival = self.lookup.rates[lookup_classes(matches, self.width)].cumprod(axis=1)
+        survival = self.lookup.rates[lookup_classes(lookups, self.width)].cumprod(axis=1)
         return survival * (np.arange(self.width) < np.minimum(counts, room)[:, None])
 
     def drafter_survival(self, room: list[int]) -> np.ndarray:
@@ -125,19 +134,17 @@ class Budget:
             seconds = seconds + self.costs.draft_seconds(served, caught_up, slots)
         return allocate(survival, seconds)
 
-    def learn(self, verified: list[int], accepted: list[int], matches: list[int | None]) -> None:
-        """A step's outcome per row: drafts verified, drafts accepted, and the lookup's match or `None` for the
-        drafter's."""
+    def learn(self, verified: list[int], accepted: list[int], lookups: list[LookupDraft | None]) -> None:
+        """A step's outcome per row: drafts verified, drafts accepted, and the lookup, or `None` for the drafter's."""
         self.lookup.forget()
         self.drafter.forget()
         self._promised, self._kept = self._promised * FORGET, self._kept * FORGET
         if not any(verified):
             return
-        looked_up = np.array([match is not None for match in matches])
+        looked_up = np.array([lookup is not None for lookup in lookups])
         counts, numbers, width = np.array(verified), np.array(accepted), max(verified)
-        by_match = lookup_classes(np.array([match or 1 for match in matches]), width)
         for source, rows, classes in (
-            (self.lookup, looked_up, by_match),
+            (self.lookup, looked_up, lookup_classes(lookups, width)),
             (self.drafter, ~looked_up, np.tile(np.arange(width), (len(counts), 1))),
         ):
             source.add(classes[rows], counts[rows], numbers[rows])

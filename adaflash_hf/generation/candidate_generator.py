@@ -20,7 +20,7 @@ from .budget import Budget
 from .cache import RaggedCache
 from .costs import CostModel
 from .logits_process import AdaptiveLengthLogitsProcessor, is_masked
-from .lookup import NgramIndex
+from .lookup import LookupDraft, NgramIndex
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Draft:
             and where no token was drawn but all looked up (q is then one-hot).
         temperature: of q.
         columns: int32 `[V]`, the column of `scores` for each token of the target, -1 for none; `None` where W = V.
-        matches: per row, the match that a looked-up draft continues, `None` where the drafter proposed it.
+        lookups: per row, what a looked-up draft was taken from, `None` where the drafter proposed it.
     """
 
     counts: list[int]
@@ -42,17 +42,17 @@ class Draft:
     scores: torch.Tensor | None = None
     temperature: float = 1.0
     columns: torch.Tensor | None = None
-    matches: list[int | None] = field(default_factory=list)
+    lookups: list[LookupDraft | None] = field(default_factory=list)
 
     def __post_init__(self):
-        if not self.matches:
-            self.matches = [None] * len(self.counts)
+        if not self.lookups:
+            self.lookups = [None] * len(self.counts)
 
     def source(self, row: int) -> str:
         """Who proposed a row's draft."""
         if not self.counts[row]:
             return "none"
-        return "drafter" if self.matches[row] is None else "lookup"
+        return "drafter" if self.lookups[row] is None else "lookup"
 
     def probabilities(self, first: int = 0, last: int | None = None) -> torch.Tensor:
         """q of the packed drafts `first` to `last` over the target's vocabulary, float32 `[n, V]`."""
@@ -103,7 +103,8 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         if self.length_processor.policy == "budget" and costs is not None and not draft_processors:
             policy = drafter.generation_config
             caps = [n for n in (most, policy.num_assistant_tokens) if n is not None]
-            self.budget = Budget(costs, self.length_processor.most, min([policy.lookup_tokens, *caps]))
+            lookup_tokens = min([policy.lookup_tokens, *caps])
+            self.budget = Budget(costs, self.length_processor.most, lookup_tokens, sampled=do_sample)
         self._texts: list[NgramIndex] = []
         self.draft_processors = LogitsProcessorList(draft_processors or [])
         self.token_ids = drafter.draft_token_ids if config.draft_vocab_size is not None else None
@@ -128,7 +129,7 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         """What became of a draft: drafts accepted per row, and how long the pass took over `tokens` packed tokens with
         `slots` cached positions."""
         if self.budget is not None:
-            self.budget.learn(draft.counts, accepted, draft.matches)
+            self.budget.learn(draft.counts, accepted, draft.lookups)
             self.budget.time(seconds, tokens, slots)
 
     @property
@@ -205,25 +206,25 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         by_drafter = [lengths[row] if row in drafting else 0 for row in served]
         if served and curves is not None:
             budget.promise(expected[served, : budget.drafted], np.array(by_drafter))
-        matches = [None if lookup is None or row in drafting else lookup.match for row, lookup in enumerate(lookups)]
+        lookups = [None if row in drafting else lookup for row, lookup in enumerate(lookups)]
         looked_up = [t for row, n in enumerate(lengths) if n and row not in drafting for t in lookups[row].tokens[:n]]
         looked_up = torch.tensor(looked_up, dtype=torch.long, device=anchors.device)
         if not any(by_drafter):
-            return Draft(lengths, looked_up, matches=matches)
+            return Draft(lengths, looked_up, lookups=lookups)
         owners = torch.tensor([row in drafting for row in range(rows)]).repeat_interleave(torch.tensor(lengths))
         owners = owners.to(anchors.device)
         logits = self._kept_logits(hidden, torch.tensor(by_drafter, device=hidden.device))
         tokens = anchors.new_empty(len(owners))
         tokens[owners], tokens[~owners] = self._pick(logits).to(anchors.device), looked_up
         if not self.do_sample:
-            return Draft(lengths, tokens, matches=matches)
+            return Draft(lengths, tokens, lookups=lookups)
         if not len(looked_up):
-            return Draft(lengths, tokens, logits, self.temperature, self._columns, matches)
+            return Draft(lengths, tokens, logits, self.temperature, self._columns, lookups)
         # Over the whole vocabulary: a looked-up token was certain to be proposed, and the drafter may not know it.
         scores = torch.full((len(owners), self.config.vocab_size), float("-inf"), device=anchors.device)
         scores.scatter_(1, tokens[:, None], 0.0)
         scores[owners] = self._whole(logits).to(anchors.device)
-        return Draft(lengths, tokens, scores, self.temperature, matches=matches)
+        return Draft(lengths, tokens, scores, self.temperature, lookups=lookups)
 
     def _whole(self, logits: torch.Tensor) -> torch.Tensor:
         """Draft logits `[n, W]` over the target's vocabulary, float32 `[n, V]`."""

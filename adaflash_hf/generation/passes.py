@@ -83,7 +83,8 @@ def pack(counts: list[int], first_positions: list[int], device, **settings) -> P
     offsets = torch.arange(sum(counts), device=device) - (lengths.cumsum(0) - lengths)[query_rows]
     positions = torch.tensor(first_positions, device=device)[query_rows] + offsets
     longest = max(first + count for first, count in zip(first_positions, counts, strict=True))
-    return PackedBatch(query_rows, positions, len(counts), longest, counts, **settings)
+    span = (first_positions[0], longest) if len(counts) == 1 else None
+    return PackedBatch(query_rows, positions, len(counts), longest, counts, span=span, **settings)
 
 
 def interleave(anchors: torch.Tensor, draft: Draft) -> torch.Tensor:

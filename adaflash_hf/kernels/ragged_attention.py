@@ -141,6 +141,13 @@ def ragged_attention_torch(query, key, value, queries, causal, window, scale, so
     """The PyTorch twin of `ragged_attention`: the query block padded to `[rows, Q]` and masked."""
     if softcap is not None or sinks is not None:
         return ragged_attention_with_weights(query, key, value, queries, causal, window, scale, softcap, sinks)[0]
+    if len(query) == 1:  # a third faster than heads stacked, since there are more of them than threads
+        mask = queries.mask(causal, window, 1)
+        mask = None if mask is None else mask.to(query.device)
+        key, value = key[:1, :, : queries.longest], value[:1, :, : queries.longest]
+        return F.scaled_dot_product_attention(
+            query[None].transpose(1, 2), key, value, attn_mask=mask, scale=scale, enable_gqa=True
+        )[:, :, 0]
     folded, key, value, mask = _padded(query, key, value, queries, causal, window)
     output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
     return _packed(output, queries, query.shape[1])

@@ -12,7 +12,7 @@ from adaflash_hf.generation import costs as costs_module
 from adaflash_hf.generation.acceptance import RunningAcceptance, lookup_classes
 from adaflash_hf.generation.budget import Budget, allocate, best_rate
 from adaflash_hf.generation.costs import CostModel, describe, forget_costs, load_costs, measure
-from adaflash_hf.generation.lookup import NgramIndex
+from adaflash_hf.generation.lookup import ALIKE, MIXED, ONCE, LookupDraft, NgramIndex
 
 
 FLAT = CostModel(tokens=[1, 64], verify=[1.0, 1.1], rows=[1, 8], draft=[0.1, 0.1])
@@ -86,6 +86,13 @@ def test_survival_respects_room():
     lookup = NgramIndex([5, 6, 5]).lookup(6)
     assert (budget.lookup_survival([lookup, None], [2, 9]) > 0).sum(axis=1).tolist() == [2, 0]
     assert (budget.drafter_survival([1, 9]) > 0).sum(axis=1).tolist() == [1, 4]
+
+
+def test_less_is_expected_of_sampled_text():
+    greedy, sampled = (Budget(FLAT, drafted=3, lookup_tokens=3, sampled=sampled) for sampled in (False, True))
+    lookup = [NgramIndex([5, 6, 5]).lookup(3)]
+    assert (sampled.lookup_survival(lookup, [9]) < greedy.lookup_survival(lookup, [9])).all()
+    assert (sampled.drafter_survival([9]) < greedy.drafter_survival([9])).all()
 
 
 def test_acceptance_follows_outcomes_and_forgets():
@@ -174,15 +181,43 @@ def test_lookup_equals_a_plain_search(seed):
         else:
             # Beyond the indexed length the latest match counts, which another may surpass.
             assert draft.match == found[0] and draft.tokens[0] in found[1] or 4 <= draft.match < found[0]
+            went_on = [
+                text[e + 1]
+                for e in range(draft.match - 1, length - 1)
+                if text[e + 1 - min(draft.match, 4) : e + 1] == text[length - min(draft.match, 4) :]
+            ]
+            if draft.match <= 4:
+                alike = ALIKE if went_on[-2:] == went_on[-1:] * 2 else MIXED
+                assert draft.history == (ONCE if len(went_on) == 1 else alike)
+
+
+def test_history_tells_how_earlier_matches_went_on():
+    assert NgramIndex([7, 1, 7]).lookup(1).history == ONCE
+    assert NgramIndex([7, 1, 7, 2, 7]).lookup(1).history == MIXED
+    assert NgramIndex([7, 2, 7, 1, 7, 1, 7]).lookup(1).history == ONCE  # of the match 7 1 7
+    assert NgramIndex([7, 1, 4, 7, 1, 5, 7]).lookup(1).history == ALIKE
 
 
 def test_classes_continue_the_match():
-    assert lookup_classes(np.array([1, 7]), 3).tolist() == [[0, 1, 2], [6, 7, 7]]
+    lookups = [LookupDraft([], 1, ONCE), LookupDraft([], 7, ALIKE), None]
+    assert lookup_classes(lookups, 3).tolist() == [[0, 1, 2], [2 * 8 + 6, 7, 7], [0, 1, 2]]
+
+
+def test_a_looked_up_token_counts_for_its_history():
+    """Where earlier matches went on differently, less is promised, and only that class learns from a failure."""
+    budget = Budget(FLAT, drafted=2, lookup_tokens=2)
+    alike, mixed = ([LookupDraft([5, 6], 2, history)] for history in (ALIKE, MIXED))
+    before = budget.lookup_survival(alike, [9])
+    assert before[0, 0] > 2 * budget.lookup_survival(mixed, [9])[0, 0]
+    for _ in range(20):
+        budget.learn([2], [0], mixed)
+    assert budget.lookup_survival(alike, [9]) == pytest.approx(before)
+    assert budget.lookup_survival(mixed, [9])[0, 0] < 0.06
 
 
 def test_outcomes_count_once_per_tried_position():
     running = RunningAcceptance([0.5] * 8)
-    classes = lookup_classes(np.array([1, 7]), 3)
+    classes = np.array([[0, 1, 2], [6, 7, 7]])
     running.add(classes, np.array([3, 2]), np.array([1, 2]))
     assert running.tried.tolist() == [1, 1, 0, 0, 0, 0, 1, 1] and running.accepted.tolist() == [1, 0, 0, 0, 0, 0, 1, 1]
 
