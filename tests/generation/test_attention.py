@@ -38,7 +38,9 @@ def test_against_reference(window, causal, softcap, sinks, counts):
         rows = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
         positions = torch.cat([torch.arange(f, f + c) for f, c in zip(first, counts, strict=True)])
         ends = torch.tensor([f + c - 1 for f, c in zip(first, counts, strict=True)])
-        return PackedBatch(rows, positions, len(counts), int(ends.max()) + 1, list(counts), block_ends=ends)
+        longest = int(ends.max()) + 1
+        span = (first[0], longest) if len(counts) == 1 else None
+        return PackedBatch(rows, positions, len(counts), longest, list(counts), block_ends=ends, span=span)
 
     def write(packed):
         cache.begin(packed)
