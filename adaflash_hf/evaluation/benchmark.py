@@ -1,8 +1,8 @@
 """Throughput by concurrency: plain `generate`, prompt lookup, transformers' own DFlash loop and the policies of this
 package, in one run, interleaved, as ratios of medians.
 
-Each cell generates one left-padded batch of held-out prompts of a domain. Tokens count up to a row's end token for all
-methods alike. Methods that take one prompt only are measured at concurrency 1.
+Each cell generates left-padded batches of held-out prompts of a domain, one by one. Tokens count up to a row's end
+token for all methods alike. Methods that take one prompt only are measured at concurrency 1.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import platform
 import statistics
 import sys
 import time
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,11 +25,11 @@ from ..cli.arguments import make_parser, parse
 from ..default_target import load_default_target, native_bfloat16
 from ..errors import AdaFlashValueError
 from ..generation.probing import target_costs
-from ..generation.statistics import collect_statistics
+from ..generation.statistics import AdaFlashStatistics, collect_statistics
 from ..kernels.packed_linear import pack_linear_weights
 from ..modeling_adaflash import AdaFlashDrafter
 from ..target import Target
-from ..training.prompts import DOMAINS, evaluation_prompts
+from ..training.prompts import DOMAINS, EVALUATION_SIZE, evaluation_prompts
 from ..training.rollouts import Sampling, end_tokens
 from .metrics import AcceptedLength, VerifiedTokenEfficiency
 from .report import markdown_table, save_plots
@@ -54,6 +55,7 @@ class BenchmarkArguments:
     temperatures: list[float] = field(default_factory=lambda: [0.0], metadata={"help": "0 is greedy."})
     max_new_tokens: int = field(default=64, metadata={"help": "Longest answer, in tokens."})
     repeats: int = field(default=3, metadata={"help": "Timed runs of each cell and method."})
+    batches: int = field(default=1, metadata={"help": "Batches of each cell, of other prompts each, timed together."})
     output: str | None = field(default=None, metadata={"help": "Folder for results.json, table.md and plots."})
     cost: bool = field(default=False, metadata={"help": "Only measure and show the cost model."})
 
@@ -64,8 +66,13 @@ class BenchmarkArguments:
                 raise AdaFlashValueError(f"`{key}` contains {unknown[0]!r}: choose from {', '.join(known)}.")
         if "plain" not in self.methods:
             self.methods = ["plain", *self.methods]
-        if min(self.concurrency) < 1 or max(self.concurrency) > 40:
-            raise AdaFlashValueError("`concurrency` must lie between 1 and 40, the held-out prompts of a domain.")
+        if self.repeats < 1 or self.batches < 1:
+            raise AdaFlashValueError("`repeats` and `batches` must be 1 or more.")
+        if min(self.concurrency) < 1 or max(self.concurrency) * self.batches > EVALUATION_SIZE:
+            raise AdaFlashValueError(
+                f"`concurrency` must be 1 or more, and times `batches` at most {EVALUATION_SIZE}, the held-out "
+                "prompts of a domain."
+            )
 
 
 def load(arguments: BenchmarkArguments):
@@ -119,30 +126,38 @@ def count_tokens(rows: torch.Tensor, ends: set[int]) -> int:
 
 
 def measure_cell(target, tokenizer, drafter, arguments, domain, concurrency, temperature, progress) -> list[dict]:
-    """All methods on one batch, interleaved; one record per method."""
-    prompts = evaluation_prompts(domain, concurrency)
-    inputs = tokenizer.apply_chat_template(
-        [[{"role": "user", "content": prompt}] for prompt in prompts],
-        add_generation_prompt=True,
-        padding=True,
-        return_dict=True,
-        return_tensors="pt",
-    ).to(target.device)
+    """All methods on the cell's batches, interleaved; one record per method."""
+    prompts = evaluation_prompts(domain, concurrency * arguments.batches)
+    batches = [
+        tokenizer.apply_chat_template(
+            [[{"role": "user", "content": prompt}] for prompt in prompts[start : start + concurrency]],
+            add_generation_prompt=True,
+            padding=True,
+            return_dict=True,
+            return_tensors="pt",
+        ).to(target.device)
+        for start in range(0, len(prompts), concurrency)
+    ]
     ends = set(end_tokens(target))
     methods = [m for m in arguments.methods if concurrency == 1 or m not in SINGLE]
     if drafter.length_head is None:
         methods = [m for m in methods if m != "head"]
-    records = {m: {"seconds": [], "tokens": 0} for m in methods}
+    records = {m: {"seconds": [], "rates": []} for m in methods}
     for repeat in range(arguments.repeats):
-        for method in methods:
-            torch.manual_seed(repeat)
-            rows, seconds, calls = run(target, inputs, drafter, method, temperature, arguments.max_new_tokens)
-            record = records[method]
-            record["seconds"].append(seconds)
-            record["tokens"] = count_tokens(rows, ends)
-            record.setdefault("rates", []).append(record["tokens"] / seconds)
-            if calls is not None:
-                record.update(_describe_calls(calls))
+        seconds, tokens, calls = Counter(), Counter(), defaultdict(list)
+        for inputs in batches:
+            for method in methods:
+                torch.manual_seed(repeat)
+                rows, taken, call = run(target, inputs, drafter, method, temperature, arguments.max_new_tokens)
+                seconds[method] += taken
+                tokens[method] += count_tokens(rows, ends)
+                calls[method] += [] if call is None else [call]
+        for method, record in records.items():
+            record["seconds"].append(seconds[method])
+            record["rates"].append(tokens[method] / seconds[method])
+            record["tokens"] = tokens[method]
+            if calls[method]:
+                record.update(_describe_calls(calls[method]))
             progress.update()
     plain = statistics.median(records["plain"]["rates"])
     common = {"domain": domain, "concurrency": concurrency, "temperature": temperature}
@@ -153,24 +168,25 @@ def measure_cell(target, tokenizer, drafter, arguments, domain, concurrency, tem
     ]  # fmt: skip
 
 
-def _describe_calls(calls) -> dict:
-    lengths = AcceptedLength().compute(accepted_lengths=calls.accepted_lengths)
-    share = VerifiedTokenEfficiency().compute(
-        accepted_lengths=calls.accepted_lengths, candidate_lengths=calls.candidate_lengths
-    )
-    steps = max(1, max(len(row) for row in calls.accepted_lengths))
+def _describe_calls(calls: list[AdaFlashStatistics]) -> dict:
+    rows = [row for call in calls for row in call.accepted_lengths]
+    candidates = [row for call in calls for row in call.candidate_lengths]
+    lengths = AcceptedLength().compute(accepted_lengths=rows)
+    share = VerifiedTokenEfficiency().compute(accepted_lengths=rows, candidate_lengths=candidates)
+    steps = max(1, sum(max(map(len, call.accepted_lengths)) for call in calls))
+    verified = sum(map(sum, candidates))
     return {
         "tau": lengths["accepted_length"],
         "tau_low": lengths["low"],
         "tau_high": lengths["high"],
-        "verified_per_step": calls.mean_candidate_length,
+        "verified_per_step": verified / max(1, sum(map(len, candidates))),
         "efficiency": share["efficiency"],
-        "accepted_by_source": calls.accepted_by_source,
+        "accepted_by_source": dict(sum((Counter(call.accepted_by_source) for call in calls), Counter())),
         "steps": steps,
-        "packed_tokens_per_pass": sum(map(sum, calls.candidate_lengths)) / steps,
-        "prefill_seconds": calls.prefill_seconds,
-        "draft_seconds": calls.draft_seconds,
-        "verify_seconds": calls.verify_seconds,
+        "packed_tokens_per_pass": verified / steps,
+        "prefill_seconds": sum(call.prefill_seconds for call in calls),
+        "draft_seconds": sum(call.draft_seconds for call in calls),
+        "verify_seconds": sum(call.verify_seconds for call in calls),
     }
 
 

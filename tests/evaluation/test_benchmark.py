@@ -46,7 +46,7 @@ def tiny_pair(monkeypatch):
 def test_a_whole_run(tiny_pair, tmp_path, capsys):
     benchmark.main(
         ["--drafter", "tiny", "--concurrency", "1", "3", "--temperatures", "0", "1", "--max_new_tokens", "12"]
-        + ["--repeats", "2", "--output", str(tmp_path)]
+        + ["--repeats", "2", "--batches", "2", "--output", str(tmp_path)]
     )
     results = json.loads((tmp_path / "results.json").read_text())
     records = results["records"]
@@ -76,6 +76,8 @@ def test_cost_only(tiny_pair, capsys):
         (["--methods", "plain", "eagle"], "methods"),
         (["--domains", "law"], "domains"),
         (["--concurrency", "64"], "concurrency"),
+        (["--concurrency", "16", "--batches", "3"], "batches"),
+        (["--repeats", "0"], "repeats"),
     ],
 )
 def test_refusals(arguments, key):
