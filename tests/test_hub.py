@@ -117,7 +117,8 @@ def test_what_was_pushed(pushed):
 
 def test_hub_cards_are_what_would_be_pushed(pushed):
     repo = "hub_cards/SmolLM2-135M-Instruct-AdaFlash"
-    kept = {path.name: path.read_bytes() for path in (ROOT / repo).iterdir()}
+    # `push_to_hub` sends what it can make; the card's picture goes with `hf upload` of the folder.
+    kept = {path.name: path.read_bytes() for path in (ROOT / repo).iterdir() if path.suffix != ".png"}
     there = pushed[0].files(repo)
     assert kept.keys() == there.keys()
     # If the code differs: `adaflash card hub_cards/SmolLM2-135M-Instruct-AdaFlash` brings the folder up to date.

@@ -26,6 +26,7 @@ from ..default_target import load_default_target, native_bfloat16
 from ..errors import AdaFlashValueError
 from ..generation.probing import target_costs
 from ..generation.statistics import AdaFlashStatistics, collect_statistics
+from ..hub import replace_text
 from ..kernels.packed_linear import pack_linear_weights
 from ..modeling_adaflash import AdaFlashDrafter
 from ..target import Target
@@ -255,6 +256,7 @@ def main(argv: list[str]) -> None:
         for domain, concurrency, temperature in cells:
             records = measure_cell(target, tokenizer, drafter, arguments, domain, concurrency, temperature, progress)
             results["records"] += records
+            save_results(results, arguments.output)  # a long run that breaks off keeps its cells
     for record in results["records"]:
         if record["method"] in OURS:
             tokens = max(1, round(record["packed_tokens_per_pass"]))
@@ -263,8 +265,16 @@ def main(argv: list[str]) -> None:
     table = markdown_table(results)
     sys.stdout.write(table + "\n")
     if arguments.output is not None:
-        folder = Path(arguments.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "results.json").write_text(json.dumps(results, indent=2), encoding="utf-8")
+        folder = save_results(results, arguments.output)
         (folder / "table.md").write_text(table + "\n", encoding="utf-8")
         save_plots(results, folder)
+
+
+def save_results(results: dict, output: str | None) -> Path | None:
+    """Writes `results.json` in the folder `output`, where there is one; returns the folder."""
+    if output is None:
+        return None
+    folder = Path(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(folder / "results.json", json.dumps(results, indent=2))
+    return folder

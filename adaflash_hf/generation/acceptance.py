@@ -19,7 +19,7 @@ LOOKUP_PRIOR = (
     (0.12, 0.23, 0.24, 0.23, 0.24, 0.25, 0.35, 0.49),
     (0.46, 0.78, 0.85, 0.93, 0.94, 0.96, 0.97, 0.99),
 )
-DRAFTER_PRIOR = 0.5
+DRAFTER_PRIOR = 0.4
 # Text sampled at temperature 0.9 follows a lookup so much less often than greedy text.
 SAMPLED = 0.75
 PRIOR_WEIGHT = 4.0

@@ -35,7 +35,9 @@ def allocate(survival: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         seconds: float64 `[rows * K + 1]`, duration of the step when n drafts are verified, rising with n.
     """
     by_tokens = np.concatenate([np.full(len(survival), seconds[0]), seconds])
-    return kernels.survival_lengths(torch.from_numpy(survival), torch.from_numpy(by_tokens)).numpy()
+    lengths = kernels.survival_lengths(torch.from_numpy(survival), torch.from_numpy(by_tokens)).numpy()
+    # Where costs are flat, rounding can make a token that can't survive look free; there may be none to verify.
+    return np.minimum(lengths, (survival > 0).sum(axis=1))
 
 
 def best_rate(survival: np.ndarray, seconds: np.ndarray) -> float:

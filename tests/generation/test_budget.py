@@ -49,6 +49,12 @@ def test_ties_are_split_without_gaps():
     assert allocate(survival, np.array([1.0, 1.0, 1.0, 1.0, 1.0, 99.0, 99.0])).tolist() == [2, 1, 1]
 
 
+def test_nothing_is_verified_that_cannot_survive():
+    """Also where rounding lets costs fall by a hair: there is no draft there, or no room for one."""
+    survival = np.array([[0.5, 0.0], [0.0, 0.0]])
+    assert allocate(survival, 1.0 - 1e-16 * np.arange(5) * 4).tolist() == [1, 0]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_route_equals_brute_force(seed):
     """Curves of one family per source: the rows chosen for the drafter are the best set of all."""
