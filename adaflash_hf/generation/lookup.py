@@ -72,8 +72,8 @@ class NgramIndex:
         for end in range(self._indexed, len(tokens) - 1):
             for size in range(1, min(INDEXED, end + 1) + 1):
                 run = tuple(tokens[end + 1 - size : end + 1])
-                history = ONCE
-                if run in self._ends:
-                    history = ALIKE if tokens[self._ends[run][0] + 1] == tokens[end + 1] else MIXED
+                earlier, history = self._ends.get(run), ONCE
+                if earlier is not None:
+                    history = ALIKE if tokens[earlier[0] + 1] == tokens[end + 1] else MIXED
                 self._ends[run] = end, history
         self._indexed = max(self._indexed, len(tokens) - 1)
