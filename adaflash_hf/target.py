@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from .configuration_adaflash import AdaFlashConfig
 from .errors import AdaFlashValueError
-from .kernels.packed_linear import PackedLinear, packed_function
+from .kernels.packed_linear import HalfPackedLinear, PackedLinear, packed_function
 
 
 class Target:
@@ -102,11 +102,11 @@ class Target:
         device = first.device
         return torch.cat([torch.cat([part.to(device) for part in captured[i]], dim=1) for i in self.layer_ids], dim=-1)
 
-    def head_rows(self, token_ids: torch.Tensor | None):
+    def head_rows(self, token_ids: torch.Tensor | None, half: bool = False):
         """A function from hidden states `[..., d]` to logits over `token_ids` (all tokens when `None`).
 
-        A plain `nn.Linear` head gives up just these rows, packed if it is; any other head is called whole and its
-        output indexed.
+        A plain `nn.Linear` head gives up just these rows, packed if it is (as float16 when `half`, for drafts); any
+        other head is called whole and its output indexed.
         """
         if token_ids is None:
             return lambda hidden: self.head(hidden.to(self._head_dtype()))
@@ -115,8 +115,8 @@ class Target:
         rows = token_ids.to(self.head.weight.device)
         weight = self.head.weight.detach()[rows]
         bias = None if self.head.bias is None else self.head.bias.detach()[rows]
-        if type(self.head) is PackedLinear:
-            packed = packed_function(weight, bias)
+        if isinstance(self.head, PackedLinear):
+            packed = packed_function(weight, bias, half or isinstance(self.head, HalfPackedLinear))
             return lambda hidden: packed(hidden.to(weight))
         return lambda hidden: nn.functional.linear(hidden.to(weight), weight, bias)
 
@@ -124,7 +124,11 @@ class Target:
         """Whether the head is nothing but its weight: no quantised subclass, no adapter, no hook, not offloaded."""
         head = self.head
         hooked = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
-        return type(head) in (nn.Linear, PackedLinear) and not hooked and type(head.weight) is nn.Parameter
+        return (
+            type(head) in (nn.Linear, PackedLinear, HalfPackedLinear)
+            and not hooked
+            and type(head.weight) is nn.Parameter
+        )
 
     def _head_dtype(self) -> torch.dtype:
         # A quantised head has no floating-point weight; it takes the model's own dtype.

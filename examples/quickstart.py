@@ -54,7 +54,7 @@ def load(arguments):
     drafter = AdaFlashDrafter.from_pretrained(arguments.drafter, dtype=dtype)
     packed = 0
     if dtype == torch.float32 and not arguments.no_pack:
-        packed = pack_linear_weights(target) + pack_linear_weights(drafter)
+        packed = pack_linear_weights(target) + pack_linear_weights(drafter, half=True)
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.processor() or 'CPU'}")
     print(
         f"{dtype}, {packed} packed layers, {torch.get_num_threads()} threads "

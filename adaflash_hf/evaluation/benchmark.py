@@ -94,7 +94,7 @@ def load(arguments: BenchmarkArguments):
     target.to(device)
     if device == "cpu" and dtype == torch.float32 and arguments.pack:
         pack_linear_weights(target)
-        pack_linear_weights(drafter)
+        pack_linear_weights(drafter, half=True)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return target, tokenizer, drafter

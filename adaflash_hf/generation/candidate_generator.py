@@ -13,6 +13,7 @@ from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..kernels import draft_columns_of
+from ..kernels.packed_linear import HalfPackedLinear
 from ..modeling_adaflash import AdaFlashDrafter
 from ..target import Target
 from .attention import PackedBatch
@@ -109,7 +110,8 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         self.draft_processors = LogitsProcessorList(draft_processors or [])
         self.token_ids = drafter.draft_token_ids if config.draft_vocab_size is not None else None
         self._columns = None if self.token_ids is None else draft_columns_of(self.token_ids, config.vocab_size)
-        self._logits = target.head_rows(self.token_ids)
+        half = any(isinstance(module, HalfPackedLinear) for module in drafter.modules())
+        self._logits = target.head_rows(self.token_ids, half)
         self.window = drafter.generation_config.context_window
         self._cache = RaggedCache()
         self._pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []

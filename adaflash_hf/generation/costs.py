@@ -26,6 +26,8 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 SECONDS = 2.0
 SHORT, LONG = 64, 1024
+# Counts up when costs are measured in another way, so that those stored before are measured anew.
+METHOD = 2
 # The cached costs are thrown away when passes take this many times as long, or as short, as they say.
 WRONG = 1.5
 
@@ -74,16 +76,16 @@ def _between(sizes: np.ndarray, measured: list[int], seconds: list[float]) -> np
 
 
 def measure(verify: Callable[[list[int], int], None], draft: Callable[[int, int, int], None]) -> CostModel:
-    """Times passes, smallest first, until `SECONDS` are nearly used up.
+    """Times passes for about `SECONDS`, after a first one, which wakes the device.
 
     Args:
         verify: runs one target pass of `counts[r]` tokens for row r, each row at the given position.
         draft: runs one drafter pass of so many blocks, late tokens per row, at the given position.
     """
+    verify([1], SHORT)
     start = time.perf_counter()
-    verify([1], SHORT)  # the first pass allocates
-    tokens, seconds = _rising(TOKENS, lambda n: verify([n], SHORT), start + 0.45 * SECONDS)
-    rows, drafts = _rising(ROWS, lambda n: draft(n, 2, SHORT), start + 0.6 * SECONDS)
+    tokens, seconds = _rising(TOKENS, lambda n: verify([n], SHORT), start + 0.6 * SECONDS)
+    rows, drafts = _rising(ROWS, lambda n: draft(n, 2, SHORT), start + 0.75 * SECONDS)
     slots, until = 2 * (LONG - SHORT), start + 0.75 * SECONDS
     return CostModel(
         tokens,
@@ -97,38 +99,52 @@ def measure(verify: Callable[[list[int], int], None], draft: Callable[[int, int,
 
 
 def _difference(longer: Callable[[], None], shorter: Callable[[], None], until: float) -> float:
-    """Seconds that one run takes more than another, at least 0: the best of up to 3 each, taken in turn, since a
-    small difference of noisy times would be all noise."""
+    """Seconds that one run takes more than another, at least 0: the best of up to 3 each, taken in turn, since a small
+    difference of noisy times would be all noise."""
+    longer()  # grows the cache
     best = [float("inf"), float("inf")]
     for turn in range(3):
-        for i, run in enumerate((longer, shorter)):
-            best[i] = min(best[i], _timed(run))
         if turn > 0 and time.perf_counter() > until:
             break
+        for i, run in enumerate((longer, shorter)):
+            best[i] = min(best[i], _timed(run))
     return max(0.0, best[0] - best[1])
 
 
-def _timed(run: Callable[[], None], until: float = 0.0) -> float:
-    """Median seconds of up to 5 runs, fewer where one takes long or `until` has passed."""
+def _timed(run: Callable[[], None]) -> float:
+    """Seconds of a run, the best of up to 3, fewer where one takes long."""
     seconds: list[float] = []
-    while len(seconds) < 5 and (not seconds or (sum(seconds) < SECONDS / 40 and time.perf_counter() < until)):
+    while not seconds or (len(seconds) < 3 and sum(seconds) < SECONDS / 40):
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)
-    return float(np.median(seconds))
+    return min(seconds)
 
 
 def _rising(sizes: tuple[int, ...], run: Callable[[int], None], until: float) -> tuple[list[int], list[float]]:
-    """Sizes that there was time for, at least two, and their seconds, made to rise: noise alone lets them fall."""
-    done: list[int] = []
-    seconds: list[float] = []
-    for size in sizes:
-        # A pass of twice the tokens may take twice as long.
-        if len(done) >= 2 and time.perf_counter() + 2 * seconds[-1] > until:
-            break
-        done.append(size)
-        seconds.append(_timed(functools.partial(run, size), until))
-    return done, np.maximum.accumulate(seconds).tolist()
+    """Sizes that there was time for, at least two, and their seconds.
+
+    Every other size comes first: straight lines over a wide range err less than a narrow range that is extrapolated.
+    The first pass of a size prepares kernels and memory (on a CPU it takes up to six times as long), so it isn't
+    timed. What time is left goes into timing sizes again. Noise only adds, so the best time counts, and no size takes
+    longer than a larger one.
+    """
+    best: dict[int, float] = {}
+
+    def affordable(size: int, passes: int) -> bool:
+        known = sorted(best)
+        expected = _between(np.array([size]), known, [best[n] for n in known])[0]
+        return time.perf_counter() + passes * expected < until
+
+    for size in (*sizes[::2], *sizes[1::2]):
+        if len(best) < 2 or affordable(size, 2):
+            run(size)
+            best[size] = _timed(functools.partial(run, size))
+    done = sorted(best)
+    for size in done:
+        if affordable(size, 1):
+            best[size] = min(best[size], _timed(functools.partial(run, size)))
+    return done, np.minimum.accumulate([best[n] for n in reversed(done)])[::-1].tolist()
 
 
 def describe(target: PreTrainedModel, drafter: PreTrainedModel) -> dict[str, str]:
@@ -139,6 +155,7 @@ def describe(target: PreTrainedModel, drafter: PreTrainedModel) -> dict[str, str
         "device": f"{device.type} {name}, {torch.get_num_threads()} threads, torch {torch.__version__}",
         "target": _digest(target),
         "drafter": _digest(drafter),
+        "method": str(METHOD),
     }
 
 

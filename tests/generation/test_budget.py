@@ -256,22 +256,58 @@ def test_costs_are_linear_between_and_beyond():
     assert costs.draft_seconds(2, 8, 10) == pytest.approx(1.0 + 4 * 0.25 + 1.0)
 
 
-def test_measure_is_quick_and_rises(monkeypatch):
-    """On a clock that the passes move: within two seconds, sizes in order, noise smoothed to rise."""
+@pytest.fixture
+def clock(monkeypatch):
+    """The time that `measure` reads, moved by the passes."""
     now = [0.0]
     monkeypatch.setattr(costs_module.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_measure_is_quick_and_rises(clock):
+    """Within two seconds, and noise, which only adds, is smoothed to rise."""
 
     def verify(counts, position):
-        now[0] += 0.02 + 0.001 * sum(counts) - 0.004 * (sum(counts) == 8)
+        clock[0] += 0.02 + 0.001 * sum(counts) + 0.05 * (sum(counts) == 4)
 
     def draft(rows, late, position):
-        now[0] += 0.005 + 0.0001 * rows * late
+        clock[0] += 0.005 + 0.0001 * rows * late
 
     costs = measure(verify, draft)
-    assert now[0] <= 2.0
-    assert costs.tokens[:4] == [1, 2, 4, 8] and (np.diff(costs.verify) >= 0).all()
-    assert costs.verify[0] == pytest.approx(0.021) and costs.catch_up > 0
+    assert clock[0] <= 2.0
+    assert costs.tokens[:4] == [1, 2, 4, 16] and (np.diff(costs.verify) >= 0).all()
+    assert costs.verify[:4] == pytest.approx([0.021, 0.022, 0.036, 0.036]) and costs.catch_up > 0
     assert len(costs.rows) >= 2 and (np.diff(costs.draft) >= 0).all()
+
+
+def test_the_first_pass_of_a_size_does_not_count(clock):
+    seen = set()
+
+    def taking(seconds, *size):
+        clock[0] += seconds * (1 if size in seen else 5)
+        seen.add(size)
+
+    costs = measure(
+        lambda counts, position: taking(0.01 + 0.001 * sum(counts), "verify", *counts, position),
+        lambda rows, late, position: taking(0.002 + 0.001 * rows, "draft", rows, late, position),
+    )
+    assert costs.verify == pytest.approx([0.01 + 0.001 * n for n in costs.tokens])
+    assert costs.draft == pytest.approx([0.002 + 0.001 * n for n in costs.rows])
+    assert costs.slot_verify == costs.slot_draft == 0
+
+
+def test_slow_passes_are_measured_far_apart(clock):
+    """A CPU's: what there is time for reaches as many tokens as possible."""
+
+    def verify(counts, position):
+        clock[0] += 0.1 + 0.004 * sum(counts)
+
+    def draft(rows, late, position):
+        clock[0] += 0.02 + 0.002 * rows
+
+    costs = measure(verify, draft)
+    assert clock[0] <= 2.3
+    assert costs.tokens[-1] == 16 and costs.rows[-1] >= 16
 
 
 def test_costs_are_stored_once_and_forgotten(tmp_path, monkeypatch):

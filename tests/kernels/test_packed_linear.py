@@ -5,7 +5,14 @@ import torch
 from tiny import make_drafter, make_target, ragged_prompts
 from torch import nn
 
-from adaflash_hf.kernels.packed_linear import PackedLinear, can_pack, pack_linear_weights, packed_function
+from adaflash_hf.kernels.packed_linear import (
+    HalfPackedLinear,
+    PackedLinear,
+    can_pack,
+    can_pack_half,
+    pack_linear_weights,
+    packed_function,
+)
 
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch build has no oneDNN")
@@ -51,3 +58,47 @@ def test_packed_models_generate_as_packed_plain():
     ours = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=12, assistant_model=drafter)
     assert torch.equal(ours, plain) and torch.equal(plain, unpacked)
     assert all(torch.equal(value, saved[key]) for key, value in target.state_dict().items())
+
+
+has_half = pytest.mark.skipif(
+    "fbgemm" not in torch.backends.quantized.supported_engines, reason="this torch build has no FBGEMM"
+)
+
+
+@has_half
+@pytest.mark.parametrize("bias", [True, False])
+def test_half_rounds_the_weight_only(bias):
+    layer, x = nn.Linear(31, 45, bias=bias), torch.randn(2, 5, 31)
+    expected = nn.functional.linear(x, layer.weight.half().float(), layer.bias)
+    function = packed_function(layer.weight, layer.bias, half=True)
+    assert pack_linear_weights(layer, half=True) == 1 and type(layer) is HalfPackedLinear
+    with torch.no_grad():
+        torch.testing.assert_close(function(x), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
+        assert not torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+    assert pack_linear_weights(layer) == 1 and type(layer) is PackedLinear
+
+
+@has_half
+def test_a_weight_beyond_float16_stays_float32():
+    layer = nn.Linear(4, 4)
+    layer.weight.data[0, 0] = 1e5
+    assert not can_pack_half(layer.weight)
+    assert pack_linear_weights(layer, half=True) == 1 and type(layer) is PackedLinear
+
+
+@has_half
+@pytest.mark.parametrize("head", [None, "survival"])
+def test_a_half_packed_drafter_changes_no_output(head):
+    target, drafter = make_target(), make_drafter(draft_vocab_size=20, head=head)
+    ids, mask = ragged_prompts()
+    pack_linear_weights(target)
+    plain = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=12)
+    assert pack_linear_weights(drafter, half=True) > 0
+    ours = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=12, assistant_model=drafter)
+    assert torch.equal(ours, plain)
+    ids = ids[mask.all(dim=1)][:1]
+    theirs = target.generate(
+        ids, do_sample=False, max_new_tokens=12, assistant_model=drafter, speculation_type="dflash"
+    )
+    assert torch.equal(theirs, target.generate(ids, do_sample=False, max_new_tokens=12))
