@@ -84,9 +84,9 @@ def measure(verify: Callable[[list[int], int], None], draft: Callable[[int, int,
     """
     verify([1], SHORT)
     start = time.perf_counter()
-    tokens, seconds = _rising(TOKENS, lambda n: verify([n], SHORT), start + 0.6 * SECONDS)
-    rows, drafts = _rising(ROWS, lambda n: draft(n, 2, SHORT), start + 0.75 * SECONDS)
-    slots, until = 2 * (LONG - SHORT), start + 0.75 * SECONDS
+    tokens, seconds = _rising(TOKENS, lambda n: verify([n], SHORT), start + 0.55 * SECONDS)
+    rows, drafts = _rising(ROWS, lambda n: draft(n, 2, SHORT), start + 0.7 * SECONDS)
+    slots, until = 2 * (LONG - SHORT), start + 0.7 * SECONDS
     return CostModel(
         tokens,
         seconds,
