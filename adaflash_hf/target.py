@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from .configuration_adaflash import AdaFlashConfig
 from .errors import AdaFlashValueError
-from .kernels.packed_linear import HalfPackedLinear, PackedLinear, packed_function
+from .kernels.packed_linear import HalfPackedLinear, PackedLinear
 
 
 class Target:
@@ -113,11 +113,11 @@ class Target:
         if not self._head_is_dense():
             return lambda hidden: self.head(hidden.to(self._head_dtype()))[..., token_ids.to(hidden.device)]
         rows = token_ids.to(self.head.weight.device)
+        if isinstance(self.head, PackedLinear):
+            packed = self.head.rows(rows, half or isinstance(self.head, HalfPackedLinear))
+            return lambda hidden: packed(hidden.to(self.head.weight))
         weight = self.head.weight.detach()[rows]
         bias = None if self.head.bias is None else self.head.bias.detach()[rows]
-        if isinstance(self.head, PackedLinear):
-            packed = packed_function(weight, bias, half or isinstance(self.head, HalfPackedLinear))
-            return lambda hidden: packed(hidden.to(weight))
         return lambda hidden: nn.functional.linear(hidden.to(weight), weight, bias)
 
     def _head_is_dense(self) -> bool:

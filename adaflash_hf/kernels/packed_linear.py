@@ -26,6 +26,14 @@ class PackedLinear(nn.Linear):
             return super().forward(x)
         return self.packed(x)
 
+    def rows(self, index: torch.Tensor, half: bool = False):
+        """A function from `[..., in]` to the outputs `index` `[n]`, packed. The latest one is kept, since packing
+        takes longer than using it."""
+        if self._rows is None or self._rows[1] != half or not torch.equal(self._rows[0], index):
+            bias = None if self.bias is None else self.bias.detach()[index]
+            self._rows = index.clone(), half, packed_function(self.weight.detach()[index], bias, half)
+        return self._rows[2]
+
 
 class HalfPackedLinear(PackedLinear):
     """A `PackedLinear` whose packed weight is float16."""
@@ -90,5 +98,6 @@ def pack_linear_weights(model: nn.Module, half: bool = False) -> int:
             module.packed = _product(module.weight.detach(), module.bias, half)
             in_half = module.packed.func is _half_product
             module.__class__ = HalfPackedLinear if in_half else PackedLinear
+            module._rows = None
             count += 1
     return count

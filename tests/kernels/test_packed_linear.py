@@ -79,6 +79,21 @@ def test_half_rounds_the_weight_only(bias):
     assert pack_linear_weights(layer) == 1 and type(layer) is PackedLinear
 
 
+def test_rows_are_packed_once_and_anew_when_they_must():
+    layer, x = nn.Linear(8, 20), torch.randn(3, 8)
+    pack_linear_weights(layer)
+    index = torch.tensor([1, 5, 19])
+    with torch.no_grad():
+        first = layer.rows(index)
+        torch.testing.assert_close(first(x), layer(x)[:, index])
+        assert layer.rows(index.clone()) is first
+        other = layer.rows(torch.tensor([2, 3, 4]))
+        torch.testing.assert_close(other(x), layer(x)[:, 2:5])
+        layer.weight.zero_()
+        pack_linear_weights(layer)
+        torch.testing.assert_close(layer.rows(torch.tensor([2, 3, 4]))(x), layer.bias[2:5].expand(3, 3))
+
+
 @has_half
 def test_a_weight_beyond_float16_stays_float32():
     layer = nn.Linear(4, 4)
