@@ -12,8 +12,6 @@ rounding error and so changes which tokens are proposed, never which come out.
 Inference only: the packed copy doesn't follow later changes of the weight. Call `pack_linear_weights` again after one.
 """
 
-import functools
-
 import torch
 from torch import nn
 
@@ -51,26 +49,29 @@ def can_pack_half(weight: torch.Tensor) -> bool:
     return fits and bool(weight.abs().max() <= torch.finfo(torch.float16).max)
 
 
-def _product(weight: torch.Tensor, bias: torch.Tensor | None, half: bool):
-    """A function from float32 `[..., in]` to `[..., out]` without a gradient, for a weight that can be packed."""
-    if half and can_pack_half(weight):
-        packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
-        return functools.partial(_half_product, packed=packed)
-    return functools.partial(_full_product, packed=torch.ops.mkldnn._reorder_linear_weight(weight), bias=bias)
+class _Product:
+    """From float32 `[..., in]` to `[..., out]`, without a gradient, for a weight that can be packed."""
 
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, half: bool):
+        self.half, self.bias = half and can_pack_half(weight), bias
+        if self.half:
+            self.packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
+        else:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight)
 
-def _half_product(x, packed):
-    return torch.ops.quantized.linear_dynamic_fp16(x, packed)
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.half:
+            return torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
-
-def _full_product(x, packed, bias):
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    def __deepcopy__(self, memo):
+        return self  # read only, and a packed weight can't be copied
 
 
 def packed_function(weight: torch.Tensor, bias: torch.Tensor | None = None, half: bool = False):
     """A function from `[..., in]` to `[..., out]`, packed when the weight `[out, in]` can be."""
     weight = weight.detach()
-    product = _product(weight, bias, half) if can_pack(weight) else None
+    product = _Product(weight, bias, half) if can_pack(weight) else None
 
     def linear(x: torch.Tensor) -> torch.Tensor:
         if product is None or torch.is_grad_enabled():  # the packed product has no gradient
@@ -95,9 +96,8 @@ def pack_linear_weights(model: nn.Module, half: bool = False) -> int:
     count = 0
     for module in model.modules():
         if type(module) in (nn.Linear, PackedLinear, HalfPackedLinear) and can_pack(module.weight):
-            module.packed = _product(module.weight.detach(), module.bias, half)
-            in_half = module.packed.func is _half_product
-            module.__class__ = HalfPackedLinear if in_half else PackedLinear
+            module.packed = _Product(module.weight.detach(), module.bias, half)
+            module.__class__ = HalfPackedLinear if module.packed.half else PackedLinear
             module._rows = None
             count += 1
     return count

@@ -79,6 +79,14 @@ def test_half_rounds_the_weight_only(bias):
     assert pack_linear_weights(layer) == 1 and type(layer) is PackedLinear
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_a_packed_model_can_be_copied(half):
+    layer, x = nn.Linear(8, 8), torch.randn(2, 8)
+    pack_linear_weights(layer, half)
+    with torch.no_grad():
+        assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+
+
 def test_rows_are_packed_once_and_anew_when_they_must():
     layer, x = nn.Linear(8, 20), torch.randn(3, 8)
     pack_linear_weights(layer)
