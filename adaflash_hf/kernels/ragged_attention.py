@@ -5,12 +5,36 @@ Used for verification (causal: a query sees its row's slots up to its own positi
 key heads, D = head size, S = slots.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn import functional as F
 
 from ..errors import AdaFlashValueError
 from .dispatch import takes_triton
 from .greedy_verify import check_rows_contiguous
+
+
+# A call of torch's attention on a CPU costs as much as this many more queries.
+_CALL = 8
+
+
+@dataclass
+class Tail:
+    """Queries of one row that are attended on their own.
+
+    Attributes:
+        row: the row.
+        first, last: its packed queries, `last` excluded.
+        length: slots that they can see.
+        mask: bool `[last - first, length]`, or `None` where all may see all of them.
+    """
+
+    row: int
+    first: int
+    last: int
+    length: int
+    mask: torch.Tensor | None
 
 
 class RaggedQueries:
@@ -45,6 +69,7 @@ class RaggedQueries:
         self.rectangular = min(counts) == self.width and len(counts) == num_rows
         self.offsets = torch.tensor([0, *counts]).cumsum(0).to(query_rows.device)
         self._masks: dict[tuple, torch.Tensor | None] = {}
+        self._parts: dict[tuple, tuple] = {}
         if not self.rectangular:
             self.columns = torch.arange(len(query_rows), device=query_rows.device) - self.offsets[query_rows]
 
@@ -61,6 +86,50 @@ class RaggedQueries:
         if self.rectangular:
             return padded.flatten(0, 1)
         return padded[self.query_rows.to(padded.device), self.columns.to(padded.device)]
+
+    def parts(
+        self, causal: bool, window: int | None
+    ) -> tuple["RaggedQueries | None", torch.Tensor | None, list[Tail]]:
+        """For a CPU, where a padded query costs as much as a real one: the first few queries of every row as a
+        rectangle of their own, where they lie in the packed queries (int64), and what is left of the long rows.
+
+        `(self, None, [])` where padding to the longest row is cheapest; no rectangle where each row is best alone.
+        Made once per forward pass and kind of layer.
+        """
+        key = causal, window
+        if key not in self._parts:
+            self._parts[key] = self._make_parts(causal, window)
+        return self._parts[key]
+
+    def _make_parts(self, causal, window):
+        def cost(width: int) -> int:
+            tails = [count - width + _CALL for count in self.counts if count > width]
+            return self.num_rows * width + (_CALL if width else 0) + sum(tails)
+
+        width = min(sorted({0, *self.counts}, reverse=True), key=cost)
+        if width == self.width or self.ring is not None:
+            return self, None, []
+        ends = None if self.block_ends is None else self.block_ends.tolist()
+        positions, tails, first = self.query_positions, [], 0
+        for row, count in enumerate(self.counts):
+            start, first = first + min(width, count), first + count
+            if start < first:
+                own = positions[start:first, None]
+                length = 1 + (int(own[-1]) if causal else ends[row])
+                slots = torch.arange(length, device=own.device)
+                mask = slots <= own if causal and len(own) > 1 else None
+                if window is not None:
+                    near = slots >= own - reach(causal, window)
+                    mask = near if mask is None else mask & near
+                tails.append(Tail(row, start, first, length, mask))
+        if not width:
+            return None, None, tails
+        counts = [min(width, count) for count in self.counts]
+        kept = torch.cat([torch.arange(n) + int(start) for n, start in zip(counts, self.offsets[:-1], strict=True)])
+        kept = kept.to(positions.device)
+        longest = 1 + (int(positions[kept].max()) if causal else max(ends))
+        rows = self.query_rows[kept]
+        return RaggedQueries(rows, positions[kept], self.num_rows, longest, counts, self.block_ends), kept, tails
 
     def mask(self, causal: bool, window: int | None, groups: int) -> torch.Tensor | None:
         """Bool `[rows, 1, groups * Q, longest]`, true where a query may look; `None` when it may look everywhere.
@@ -138,7 +207,8 @@ def ragged_attention(
 
 
 def ragged_attention_torch(query, key, value, queries, causal, window, scale, softcap, sinks) -> torch.Tensor:
-    """The PyTorch twin of `ragged_attention`: the query block padded to `[rows, Q]` and masked."""
+    """The PyTorch twin of `ragged_attention`: the query block padded to `[rows, Q]` and masked; on a CPU, rows with
+    many more queries than the others in part on their own."""
     if softcap is not None or sinks is not None:
         return ragged_attention_with_weights(query, key, value, queries, causal, window, scale, softcap, sinks)[0]
     if len(query) == 1:  # a third faster than heads stacked, since there are more of them than threads
@@ -148,6 +218,28 @@ def ragged_attention_torch(query, key, value, queries, causal, window, scale, so
         return F.scaled_dot_product_attention(
             query[None].transpose(1, 2), key, value, attn_mask=mask, scale=scale, enable_gqa=True
         )[:, :, 0]
+    if query.device.type != "cpu":
+        return _rectangle(query, key, value, queries, causal, window, scale)
+    rectangle, kept, tails = queries.parts(causal, window)
+    if not tails:
+        return _rectangle(query, key, value, queries, causal, window, scale)
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if rectangle is not None:
+        output[kept] = _rectangle(query[kept], key, value, rectangle, causal, window, scale)
+    for tail in tails:
+        part, row, slots = slice(tail.first, tail.last), slice(tail.row, tail.row + 1), slice(tail.length)
+        output[part] = F.scaled_dot_product_attention(
+            query[part].transpose(0, 1)[None],
+            key[row, :, slots],
+            value[row, :, slots],
+            attn_mask=tail.mask,
+            scale=scale,
+            enable_gqa=True,
+        )[0].transpose(0, 1)
+    return output
+
+
+def _rectangle(query, key, value, queries, causal, window, scale) -> torch.Tensor:
     folded, key, value, mask = _padded(query, key, value, queries, causal, window)
     output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
     return _packed(output, queries, query.shape[1])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from adaflash_hf import AdaFlashValueError
-from adaflash_hf.kernels import RaggedQueries, ragged_attention, use_backend
+from adaflash_hf.kernels import RaggedQueries, ragged_attention, ragged_attention_with_weights, use_backend
 
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -98,3 +98,21 @@ def test_refusals(device):
     queries.block_ends = None
     with pytest.raises(AdaFlashValueError, match="block_ends"):
         ragged_attention(query, key, value, queries, causal=False)
+
+
+@pytest.mark.parametrize("causal, window", [(True, None), (True, 3), (False, None), (False, 20)])
+@pytest.mark.parametrize(
+    "counts", [(1, 1, 11, 1, 1, 1, 2, 1), (0, 0, 6, 0, 0), (6, 6, 6), (1, 5, 1), (2, 2, 40, 3, 2)], ids=str
+)
+def test_long_rows_on_their_own_equal_padding(counts, causal, window):
+    """On a CPU, rows with many more queries than the others, or the only ones with any, are not padded to."""
+    torch.manual_seed(sum(counts))
+    past = torch.randint(0, 60, (len(counts),)).tolist()
+    rows = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    positions = torch.cat([torch.arange(p, p + c) for p, c in zip(past, counts, strict=True)])
+    ends = torch.tensor([p + max(c, 1) - 1 for p, c in zip(past, counts, strict=True)])
+    queries = RaggedQueries(rows, positions, len(counts), int(ends.max()) + 1, list(counts), ends)
+    query, key, value = tensors(queries, 4, 2, 16, torch.float32, "cpu")
+    expected, _ = ragged_attention_with_weights(query, key, value, queries, causal, window)
+    torch.testing.assert_close(ragged_attention(query, key, value, queries, causal, window), expected)
+    assert bool(queries.parts(causal, window)[2]) == (max(counts) > 5 + min(counts))
