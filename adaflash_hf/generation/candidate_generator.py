@@ -13,6 +13,7 @@ from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..kernels import draft_columns_of
+from ..kernels.noise import draw
 from ..kernels.packed_linear import HalfPackedLinear
 from ..modeling_adaflash import AdaFlashDrafter
 from ..target import Target
@@ -283,7 +284,7 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         if not len(logits):
             return torch.zeros(0, dtype=torch.long, device=logits.device)
         if self.do_sample:
-            choice = torch.multinomial((logits.float() / self.temperature).softmax(dim=-1), 1).squeeze(-1)
+            choice = draw((logits.float() / self.temperature).softmax(dim=-1))
         else:
             choice = logits.argmax(dim=-1)
         return choice if self.token_ids is None else self.token_ids.to(choice.device)[choice]

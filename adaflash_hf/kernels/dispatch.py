@@ -32,6 +32,11 @@ def use_backend(name: str):
         _forced.reset(token)
 
 
+def is_forced() -> bool:
+    """Whether `use_backend` is open, so that the two implementations are to be compared."""
+    return _forced.get() is not None
+
+
 def takes_triton(tensor: torch.Tensor) -> bool:
     """Whether a call on this tensor runs the Triton kernel.
 

@@ -9,7 +9,7 @@ import torch
 
 ROUNDS = 7
 # What a row's noise is for, the third counter word.
-RACE, ACCEPT = 0, 1
+RACE, ACCEPT, DRAW = 0, 1, 2
 _WORD = 0xFFFFFFFF
 
 
@@ -53,3 +53,25 @@ def race_exponentials(rows: torch.Tensor, vocab_size: int, seed: int) -> torch.T
     counters = torch.arange(-(-vocab_size // 4), device=rows.device)
     words = torch.cat(philox(counters[None], rows[:, None], RACE, seed), dim=1)[:, :vocab_size]
     return exponential(words)
+
+
+def inverse_cdf(weights: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Tokens `[n]` at which the running sum of weights `[n, V]`, none negative, first reaches a share (float64 `[n]`,
+    in (0, 1]) of their sum. Uniform shares give them the law of the normalised weights, and a row takes one random
+    number instead of V, which a CPU makes one after the other."""
+    sums = weights.cumsum(dim=-1, dtype=torch.float64)
+    found = torch.searchsorted(sums, (share * sums[:, -1])[:, None]).squeeze(1)
+    return found.clamp(max=weights.shape[1] - 1)
+
+
+def draw_shares(rows: torch.Tensor, seed: int) -> torch.Tensor:
+    """float64 `[n]` in (0, 1] for `inverse_cdf`, of 53 bits, for the rows `[n]`."""
+    high, low, *_ = philox(torch.zeros_like(rows), rows, DRAW, seed)
+    return ((high << 21 | low >> 11) + 1).double() * 2.0**-53
+
+
+def draw(weights: torch.Tensor) -> torch.Tensor:
+    """Tokens `[n]` with the law of the normalised weights `[n, V]`, from torch's own generator."""
+    if weights.device.type != "cpu":
+        return torch.multinomial(weights, 1).squeeze(1)
+    return inverse_cdf(weights, 1.0 - torch.rand(len(weights), dtype=torch.float64))

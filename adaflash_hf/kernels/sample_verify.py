@@ -6,15 +6,16 @@ the number of drafts never depended on the drafts themselves. p = softmax(scores
 
 Tokens are drawn by an exponential race: the token with the largest weight / e, with independent standard exponentials
 e, has the law of the normalised weights. So no sum over the residual is needed, and the Triton kernel and its twin
-agree: their noise is identical, and a decision differs only where two sides are equal to float32 rounding.
+agree: their noise is identical, and a decision differs only where two sides are equal to float32 rounding. A CPU, for
+which a random number for every token is the dearest part, draws by inverting the cumulative distribution instead.
 """
 
 import torch
 
 from ..errors import AdaFlashValueError
-from .dispatch import takes_triton
+from .dispatch import is_forced, takes_triton
 from .greedy_verify import check_packed, check_rows_contiguous, leading_count, no_tokens, row_of
-from .noise import ACCEPT, philox, race_exponentials, uniform
+from .noise import ACCEPT, draw_shares, inverse_cdf, philox, race_exponentials, uniform
 
 
 def sample_verify(
@@ -68,13 +69,21 @@ def sample_verify(
         from .sample_verify_triton import sample_verify_triton
 
         return sample_verify_triton(*arguments)
-    return sample_verify_torch(*arguments)
+    return sample_verify_torch(*arguments, race=is_forced() or scores.device.type != "cpu")
 
 
 def sample_verify_torch(
-    scores, tokens, offsets, seed, temperature=1.0, draft_scores=None, draft_temperature=1.0, draft_columns=None
+    scores,
+    tokens,
+    offsets,
+    seed,
+    temperature=1.0,
+    draft_scores=None,
+    draft_temperature=1.0,
+    draft_columns=None,
+    race: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The PyTorch twin of `sample_verify`."""
+    """The PyTorch twin of `sample_verify`. `race`: draw as the kernel does, else by inversion."""
     if not len(tokens):
         return no_tokens(offsets)
     index = torch.arange(len(tokens), device=tokens.device)
@@ -116,10 +125,12 @@ def sample_verify_torch(
         if draft_columns is not None:
             q = torch.where(draft_columns < 0, 0.0, q[:, draft_columns.clamp(min=0).long()])
         residual = p - torch.where(rejected[:, None], q, 0.0)
-    inverse = 1.0 / race_exponentials(rows, scores.shape[1], seed)
-    best, bonus = (residual * inverse).max(dim=-1)
     # p and q equal to rounding: a rejection that should not have been leaves p itself.
-    bonus = torch.where(best > 0, bonus, (p * inverse).argmax(dim=-1))
+    weights = torch.where((residual > 0).any(dim=-1, keepdim=True), residual, p)
+    if race:
+        bonus = (weights * (1.0 / race_exponentials(rows, scores.shape[1], seed))).argmax(dim=-1)
+    else:
+        bonus = inverse_cdf(weights.clamp(min=0), draw_shares(rows, seed))
     return accepted, torch.where(valid[at] & (counts > 0), bonus, -1)
 
 

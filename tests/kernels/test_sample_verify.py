@@ -1,5 +1,7 @@
 """Rejection sampling: the Triton kernel and its twin choose the same tokens, and these have the target's law."""
 
+import contextlib
+
 import pytest
 import torch
 from scipy.stats import chi2
@@ -108,8 +110,9 @@ def test_draft_outside_its_vocabulary_and_equal_distributions(both, device):
         assert accepted.tolist() == [4]
 
 
-def test_law_of_the_output(device):
-    """Chi-square of first and second tokens against the target, twin and kernel on the same rows."""
+@pytest.mark.parametrize("race", [True, False], ids=["race", "inversion"])
+def test_law_of_the_output(device, race):
+    """Chi-square of first and second tokens against the target; by race, twin and kernel on the same rows."""
     vocab_size, rows = 7, 15_000
     p, q = torch.randn(3, vocab_size) * 1.5, torch.randn(2, vocab_size) * 1.5
     columns = torch.tensor([4, 0, 2, 6])
@@ -123,7 +126,7 @@ def test_law_of_the_output(device):
             options["draft_scores"] = draft.repeat(rows, 1)
         if kind == "subset":
             options["draft_columns"] = draft_columns_of(columns, vocab_size)
-        with use_backend("torch"):
+        with use_backend("torch") if race else contextlib.nullcontext():
             accepted, bonus = sample_verify(p.repeat(rows, 1), tokens, offsets_of([3] * rows), SEED, **options)
         for position in range(3):
             reached = accepted >= position
@@ -131,6 +134,8 @@ def test_law_of_the_output(device):
             expected = (p[position] / 0.8).softmax(-1).double() * len(here)
             counts = torch.bincount(here, minlength=vocab_size)
             assert chi2.sf(((counts - expected) ** 2 / expected).sum().item(), vocab_size - 1) > 1e-4
+        if not race:
+            continue
         few = 6
         options = {key: v[: 2 * few].to(device) if key == "draft_scores" else v for key, v in options.items()}
         if kind == "subset":
@@ -139,6 +144,23 @@ def test_law_of_the_output(device):
         with use_backend("triton"):
             kernel = sample_verify(*arguments, **options)
         assert torch.equal(kernel[0].cpu(), accepted[:few]) and torch.equal(kernel[1].cpu(), bonus[:few])
+
+
+def test_draws_by_inversion():
+    """Shares pick the token whose stretch of the running sum they fall into, never one without weight."""
+    weights = torch.tensor([[0.0, 1.0, 0.0, 3.0, 0.0]]).repeat(4, 1)
+    shares = torch.tensor([2.0**-53, 0.25, 0.2500001, 1.0], dtype=torch.float64)
+    assert noise.inverse_cdf(weights, shares).tolist() == [1, 1, 3, 3]
+    shares = noise.draw_shares(torch.arange(100_000), SEED)
+    assert 0 < shares.min() < 1e-4 and 1 - 1e-4 < shares.max() <= 1 and abs(shares.mean() - 0.5) < 0.005
+    drawn = noise.draw(torch.tensor([1.0, 0.0, 3.0]).repeat(20_000, 1))
+    assert not (drawn == 1).any() and abs((drawn == 2).double().mean() - 0.75) < 0.02
+
+
+def test_without_a_distribution_nothing_is_drawn():
+    scores = torch.tensor([[0.0, float("nan")], [float("-inf")] * 2, [0.0, 0.0]])
+    _, bonus = sample_verify(scores, torch.zeros(3, dtype=torch.long), offsets_of([1, 1, 1]), SEED)
+    assert bonus[:2].tolist() == [-1, -1] and bonus[2] >= 0
 
 
 def test_seeds_and_rows(both, device):
