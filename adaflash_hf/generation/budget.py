@@ -27,6 +27,10 @@ from .costs import WRONG, CostModel
 from .lookup import LookupDraft
 
 
+# Steps that a drafter's reading of a backlog is taken to serve, if the answer can last so long.
+HORIZON = 32
+
+
 def allocate(survival: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Drafted tokens to verify per row, int64 `[rows]`: the best of all choices (`kernels.survival_lengths`).
 
@@ -80,6 +84,12 @@ class Budget:
         curve[: self.drafted] = self.drafter.rates.cumprod()
         return curve * (np.arange(self.width) < np.asarray(room)[:, None])
 
+    @staticmethod
+    def spread(late: int, room: list[int]) -> int:
+        """The drafter's backlog of `late` committed tokens, per step that it serves. It is read once for the rest of
+        an answer; charged to one step, a prompt would keep the drafter from ever starting."""
+        return late // max(1, min(HORIZON, max(room)))
+
     @property
     def trust(self) -> float:
         """Accepted drafts over what the length head promised in this call: a factor on its conditional probabilities.
@@ -108,7 +118,7 @@ class Budget:
         Args:
             lookup, drafter: survival by source `[rows, K]`.
             slots: cached positions over all rows.
-            catching_up: committed tokens that the drafter has yet to read.
+            catching_up: committed tokens that the drafter has yet to read, `spread` over steps.
         """
         rows = len(lookup)
         gain = drafter.sum(axis=1) - lookup.sum(axis=1)

@@ -188,7 +188,7 @@ class DiffusionCandidateGenerator(CandidateGenerator):
     def _draft_within_budget(self, anchors, positions, room) -> Draft:
         """Routes each row to lookup, drafter or nothing, then divides the step's budget over all of them."""
         budget, room, rows = self.budget, room.tolist(), len(anchors)
-        slots, late = int(positions.sum()), sum(len(part[1]) for part in self._pending)
+        slots, late = int(positions.sum()), budget.spread(sum(len(part[1]) for part in self._pending), room)
         # 1. Look up, and decide which rows the drafter serves.
         most = [min(n, budget.lookup_tokens) for n in room]
         lookups = [text.lookup(n) if n > 0 else None for text, n in zip(self._texts, most, strict=True)]

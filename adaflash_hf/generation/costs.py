@@ -22,12 +22,14 @@ from transformers import PreTrainedModel
 from ..hub import replace_text
 
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+# Sizes in the order in which they are measured. One token is a case of its own (a matrix times a vector), so two come
+# next; then straight lines over a wide range, which err less than a narrow range that is extrapolated.
+TOKENS = (1, 2, 4, 16, 64, 256, 8, 32, 128, 512)
+ROWS = (1, 4, 16, 64, 2, 8, 32)
 SECONDS = 2.0
 SHORT, LONG = 64, 1024
 # Counts up when costs are measured in another way, so that those stored before are measured anew.
-METHOD = 2
+METHOD = 3
 # The cached costs are thrown away when passes take this many times as long, or as short, as they say.
 WRONG = 1.5
 
@@ -84,9 +86,9 @@ def measure(verify: Callable[[list[int], int], None], draft: Callable[[int, int,
     """
     verify([1], SHORT)
     start = time.perf_counter()
-    tokens, seconds = _rising(TOKENS, lambda n: verify([n], SHORT), start + 0.55 * SECONDS)
-    rows, drafts = _rising(ROWS, lambda n: draft(n, 2, SHORT), start + 0.7 * SECONDS)
-    slots, until = 2 * (LONG - SHORT), start + 0.7 * SECONDS
+    tokens, seconds = _rising(TOKENS, lambda n: verify([n], SHORT), start + 0.6 * SECONDS)
+    rows, drafts = _rising(ROWS, lambda n: draft(n, 2, SHORT), start + 0.75 * SECONDS)
+    slots, until = 2 * (LONG - SHORT), start + 0.75 * SECONDS
     return CostModel(
         tokens,
         seconds,
@@ -124,7 +126,6 @@ def _timed(run: Callable[[], None]) -> float:
 def _rising(sizes: tuple[int, ...], run: Callable[[int], None], until: float) -> tuple[list[int], list[float]]:
     """Sizes that there was time for, at least two, and their seconds.
 
-    Every other size comes first: straight lines over a wide range err less than a narrow range that is extrapolated.
     The first pass of a size prepares kernels and memory (on a CPU it takes up to six times as long), so it isn't
     timed. What time is left goes into timing sizes again. Noise only adds, so the best time counts, and no size takes
     longer than a larger one.
@@ -136,7 +137,7 @@ def _rising(sizes: tuple[int, ...], run: Callable[[int], None], until: float) ->
         expected = _between(np.array([size]), known, [best[n] for n in known])[0]
         return time.perf_counter() + passes * expected < until
 
-    for size in (*sizes[::2], *sizes[1::2]):
+    for size in sizes:
         if len(best) < 2 or affordable(size, 2):
             run(size)
             best[size] = _timed(functools.partial(run, size))

@@ -87,6 +87,20 @@ def test_nothing_is_verified_where_it_does_not_pay():
     assert cheap.lengths(expected, 2, 0, 0).tolist() == [4, 4]
 
 
+def test_a_backlog_is_charged_to_the_steps_that_it_serves():
+    """Four prompts of 100 tokens, costs as measured on a CPU: reading the prompts outweighs one step's gain."""
+    costs = CostModel([1, 4, 16], [0.113, 0.135, 0.182], [1, 4], [0.011, 0.023], catch_up=6e-5)
+    budget = Budget(costs, drafted=5, lookup_tokens=0)
+    nothing = np.zeros((4, 5))
+
+    def served(room):
+        return budget.route(nothing, budget.drafter_survival(room), 0, Budget.spread(400, room))
+
+    assert served([60] * 4).all()
+    assert not served([1] * 4).any()
+    assert not budget.route(nothing, budget.drafter_survival([60] * 4), 0, 400).any()
+
+
 def test_survival_respects_room():
     budget = Budget(FLAT, drafted=4, lookup_tokens=6)
     lookup = NgramIndex([5, 6, 5]).lookup(6)
