@@ -1,6 +1,6 @@
 """What a verify pass and a draft cost on the user's own machine, measured once per target, drafter, device and dtype.
 
-`measure` runs a few passes, within two seconds, and stores what it saw in the Hugging Face cache folder. Within a call
+`measure` runs passes for about two seconds and stores what it saw in the Hugging Face cache folder. Within a call
 of `generate` the costs are fixed, so that the same seed gives the same choices.
 """
 

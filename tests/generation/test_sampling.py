@@ -17,8 +17,6 @@ from adaflash_hf.generation.candidate_generator import DiffusionCandidateGenerat
 
 
 VOCAB, LENGTH, SAMPLES = 4, 4, 3000
-# Over 300 tests with fixed seeds: at 1e-3 one in four changes of the noise would fail one by chance.
-LEVEL = 1e-4
 SETTINGS = {"vocab_size": VOCAB, "initializer_range": 0.15}
 PROMPT = torch.tensor([[2, 1, 3]])
 
@@ -50,7 +48,7 @@ def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
 
 
 def sample_counts(target, drafter, options) -> torch.Tensor:
-    torch.manual_seed(11)
+    torch.manual_seed(12)
     rows = target.generate(
         PROMPT,
         do_sample=True,
@@ -65,14 +63,14 @@ def sample_counts(target, drafter, options) -> torch.Tensor:
 
 
 def check(counts, joint):
-    assert p_value(counts, joint) > LEVEL
+    assert p_value(counts, joint) > 1e-3
     for position in range(LENGTH):
         others = tuple(i for i in range(LENGTH) if i != position)
-        assert p_value(counts.sum(others), joint.sum(others)) > LEVEL
+        assert p_value(counts.sum(others), joint.sum(others)) > 1e-3
     pair_counts, pair_joint = counts.sum((0, 3)), joint.sum((0, 3))
     for second in range(VOCAB):
         if pair_counts[second].sum() > 100:
-            assert p_value(pair_counts[second], pair_joint[second]) > LEVEL
+            assert p_value(pair_counts[second], pair_joint[second]) > 1e-3
 
 
 @pytest.mark.parametrize("policy", ["fixed", "survival", "length", "one", "budget"])
