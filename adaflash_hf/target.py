@@ -30,6 +30,7 @@ class Target:
         self.head = model.get_output_embeddings()
         text_config = model.config.get_text_config(decoder=True)
         self.layers = getattr(model.get_decoder(), "layers", None)
+        self.windows: dict[nn.Module, int | None] = {}  # sliding windows of attention modules, as passes meet them
         name = type(model).__name__
         if self.layers is None or self.head is None:
             raise AdaFlashValueError(

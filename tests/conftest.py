@@ -45,7 +45,7 @@ def _fixed_costs(monkeypatch, tmp_path):
     from adaflash_hf.generation import costs, probing
 
     model = costs.CostModel(tokens=[1, 8, 64], verify=[1.0, 1.2, 4.0], rows=[1, 8], draft=[0.1, 0.15])
-    monkeypatch.setattr(probing, "load_costs", lambda description, measure_costs: model)
+    monkeypatch.setattr(probing, "load_costs", lambda description, measure_costs, anew: model)
     monkeypatch.setattr(costs, "cached_assets_path", lambda *args, **kwargs: tmp_path)
 
 

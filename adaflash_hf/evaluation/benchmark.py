@@ -59,6 +59,10 @@ class BenchmarkArguments:
     batches: int = field(default=1, metadata={"help": "Batches of each cell, of other prompts each, timed together."})
     output: str | None = field(default=None, metadata={"help": "Folder for results.json, table.md and plots."})
     cost: bool = field(default=False, metadata={"help": "Only measure and show the cost model."})
+    cost_seconds: float | None = field(
+        default=None,
+        metadata={"help": "Measure costs anew for so long and keep them: the longer, the better `budget` chooses."},
+    )
 
     def __post_init__(self):
         for key, known in (("methods", METHODS), ("domains", DOMAINS)):
@@ -67,6 +71,8 @@ class BenchmarkArguments:
                 raise AdaFlashValueError(f"`{key}` contains {unknown[0]!r}: choose from {', '.join(known)}.")
         if "plain" not in self.methods:
             self.methods = ["plain", *self.methods]
+        if self.cost_seconds is not None and self.cost_seconds <= 0:
+            raise AdaFlashValueError("`cost_seconds` must be more than 0, or left out to use the costs kept before.")
         if self.repeats < 1 or self.batches < 1:
             raise AdaFlashValueError("`repeats` and `batches` must be 1 or more.")
         if min(self.concurrency) < 1 or max(self.concurrency) * self.batches > EVALUATION_SIZE:
@@ -235,7 +241,7 @@ def main(argv: list[str]) -> None:
     (arguments,) = parse(make_parser("bench", DESCRIPTION, (BenchmarkArguments,)), argv)
     target, tokenizer, drafter = load(arguments)
     with torch.no_grad():
-        costs = target_costs(Target(target, drafter.config), drafter, target.device)
+        costs = target_costs(Target(target, drafter.config), drafter, target.device, arguments.cost_seconds)
     if arguments.cost:
         sys.stdout.write(json.dumps(dataclasses.asdict(costs), indent=2) + "\n")
         return

@@ -45,6 +45,7 @@ class PackedBatch(RaggedQueries):
         self.starts_at_zero = starts_at_zero
         self.keep_weights, self.weights = keep_weights, []
         self.span = span
+        self.windows: dict[torch.nn.Module, int | None] = {}
         self.used = False
 
     def attention(
@@ -119,8 +120,10 @@ def ragged_attention(module, query, key, value, attention_mask=None, ragged: Pac
             "before or after, or load the model twice."
         )
     if kwargs.get("sliding_window") is None:
-        kwargs["sliding_window"] = _window(module)
-    unknown = [key for key, value in kwargs.items() if torch.is_tensor(value) and key not in _KNOWN_TENSORS]
+        if module not in ragged.windows:  # a configuration takes its time to answer
+            ragged.windows[module] = _window(module)
+        kwargs["sliding_window"] = ragged.windows[module]
+    unknown = [key for key, value in kwargs.items() if isinstance(value, torch.Tensor) and key not in _KNOWN_TENSORS]
     if unknown:
         raise AdaFlashError(
             f"{type(module).__name__} passes `{unknown[0]}` to its attention, which packed verification doesn't know: "

@@ -42,16 +42,24 @@ class RaggedCache(Cache):
             self.keys.append(key_states.new_zeros(0))
             self.values.append(value_states.new_zeros(0))
             self.devices.append(device)
-        for store, states in ((self.keys, key_states), (self.values, value_states)):
-            if store[layer_idx].numel() == 0 or not _fits(store[layer_idx], batch):
-                store[layer_idx] = _grown(store[layer_idx], batch, states)
-            if batch.span is not None:  # several times faster than by index, which counts where a pass is short
-                store[layer_idx][0, :, slice(*batch.span)] = states[0]
-                continue
+        keys = self._write(self.keys, key_states, layer_idx)
+        values = self._write(self.values, value_states, layer_idx)
+        return (keys.to(device), values.to(device)) if self.offloaded else (keys, values)
+
+    def _write(self, stores: list[torch.Tensor], states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        batch, store = self.batch, stores[layer_idx]
+        if store.numel() == 0 or not _fits(store, batch):
+            store = stores[layer_idx] = _grown(store, batch, states)
+        if store.shape[0] > batch.num_rows:
+            store = store[: batch.num_rows]
+        used = store.narrow(2, 0, batch.longest)
+        if batch.span is not None:  # several times faster than by index, which counts where a pass is short
+            first, last = batch.span
+            used.narrow(2, first, last - first).copy_(states)
+        else:
             where = batch.key_rows.to(states.device), slice(None), batch.key_slots.to(states.device)
-            store[layer_idx][where] = states[0].transpose(0, 1)
-        rows, longest = batch.num_rows, batch.longest
-        return tuple(store[layer_idx][:rows, :, :longest].to(device) for store in (self.keys, self.values))
+            used[where] = states[0].transpose(0, 1)
+        return used
 
     def move_row(self, source: int, destination: int) -> None:
         """Overwrites one row with another, when a finished sequence leaves the batch."""

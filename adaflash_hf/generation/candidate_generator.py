@@ -13,6 +13,7 @@ from transformers import LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from ..kernels import draft_columns_of
+from ..kernels.greedy_verify import argmax
 from ..kernels.noise import draw
 from ..kernels.packed_linear import HalfPackedLinear
 from ..modeling_adaflash import AdaFlashDrafter
@@ -286,7 +287,7 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         if self.do_sample:
             choice = draw((logits.float() / self.temperature).softmax(dim=-1))
         else:
-            choice = logits.argmax(dim=-1)
+            choice = argmax(logits)
         return choice if self.token_ids is None else self.token_ids.to(choice.device)[choice]
 
     def _draft_processed(self, logits: torch.Tensor, lengths: list[int], prefixes) -> Draft:

@@ -24,12 +24,14 @@ from ..hub import replace_text
 
 # Sizes in the order in which they are measured. One token is a case of its own (a matrix times a vector), so two come
 # next; then straight lines over a wide range, which err less than a narrow range that is extrapolated.
-TOKENS = (1, 2, 4, 16, 64, 256, 8, 32, 128, 512)
+TOKENS = (1, 2, 4, 16, 64, 256, 3, 8, 32, 128, 512)
 ROWS = (1, 4, 16, 64, 2, 8, 32)
 SECONDS = 2.0
+# Rounds over the sizes that take less than `QUICK` times as long as the smallest, if there is time for so many.
+ROUNDS, QUICK = 16, 4
 SHORT, LONG = 64, 1024
 # Counts up when costs are measured in another way, so that those stored before are measured anew.
-METHOD = 3
+METHOD = 4
 # The cached costs are thrown away when passes take this many times as long, or as short, as they say.
 WRONG = 1.5
 
@@ -77,18 +79,21 @@ def _between(sizes: np.ndarray, measured: list[int], seconds: list[float]) -> np
     return inside + np.maximum(sizes - measured[-1], 0) * slope
 
 
-def measure(verify: Callable[[list[int], int], None], draft: Callable[[int, int, int], None]) -> CostModel:
-    """Times passes for about `SECONDS`, after a first one, which wakes the device.
+def measure(
+    verify: Callable[[list[int], int], None], draft: Callable[[int, int, int], None], most: float = SECONDS
+) -> CostModel:
+    """Times passes, after a first one, which wakes the device.
 
     Args:
         verify: runs one target pass of `counts[r]` tokens for row r, each row at the given position.
         draft: runs one drafter pass of so many blocks, late tokens per row, at the given position.
+        most: seconds that this may take, about.
     """
     verify([1], SHORT)
     start = time.perf_counter()
-    tokens, seconds = _rising(TOKENS, lambda n: verify([n], SHORT), start + 0.6 * SECONDS)
-    rows, drafts = _rising(ROWS, lambda n: draft(n, 2, SHORT), start + 0.75 * SECONDS)
-    slots, until = 2 * (LONG - SHORT), start + 0.75 * SECONDS
+    tokens, seconds = _rising(TOKENS, lambda n: verify([n], SHORT), start + 0.6 * most)
+    rows, drafts = _rising(ROWS, lambda n: draft(n, 2, SHORT), start + 0.75 * most)
+    slots, until = 2 * (LONG - SHORT), start + 0.75 * most
     return CostModel(
         tokens,
         seconds,
@@ -127,25 +132,27 @@ def _rising(sizes: tuple[int, ...], run: Callable[[int], None], until: float) ->
     """Sizes that there was time for, at least two, and their seconds.
 
     The first pass of a size prepares kernels and memory (on a CPU it takes up to six times as long), so it isn't
-    timed. What time is left goes into timing sizes again. Noise only adds, so the best time counts, and no size takes
-    longer than a larger one.
+    timed. What time is left goes into the sizes that take least, in turn: what matters is what one costs beside
+    another, and a machine that others use too is slower in one second than in the next. Medians count, and no size
+    takes longer than a larger one.
     """
-    best: dict[int, float] = {}
+    seconds: dict[int, list[float]] = {}
 
-    def affordable(size: int, passes: int) -> bool:
-        known = sorted(best)
-        expected = _between(np.array([size]), known, [best[n] for n in known])[0]
-        return time.perf_counter() + passes * expected < until
+    def expected(size: int) -> float:
+        known = sorted(seconds)
+        return float(_between(np.array([size]), known, [float(np.median(seconds[n])) for n in known])[0])
 
     for size in sizes:
-        if len(best) < 2 or affordable(size, 2):
+        if len(seconds) < 2 or time.perf_counter() + 2 * expected(size) < until:
             run(size)
-            best[size] = _timed(functools.partial(run, size))
-    done = sorted(best)
-    for size in done:
-        if affordable(size, 1):
-            best[size] = min(best[size], _timed(functools.partial(run, size)))
-    return done, np.minimum.accumulate([best[n] for n in reversed(done)])[::-1].tolist()
+            seconds[size] = [_timed(functools.partial(run, size))]
+    done = sorted(seconds)
+    quick = [size for size in done if seconds[size][0] < QUICK * seconds[done[0]][0]]
+    for size in quick * ROUNDS:
+        if time.perf_counter() + expected(size) < until:
+            seconds[size].append(_timed(functools.partial(run, size)))
+    medians = [float(np.median(seconds[size])) for size in reversed(done)]
+    return done, np.minimum.accumulate(medians)[::-1].tolist()
 
 
 def describe(target: PreTrainedModel, drafter: PreTrainedModel) -> dict[str, str]:
@@ -176,10 +183,14 @@ def _path(description: dict[str, str]) -> Path:
     return cached_assets_path("adaflash_hf", namespace="costs") / f"{digest}.json"
 
 
-def load_costs(description: dict[str, str], measure_costs: Callable[[], CostModel]) -> CostModel:
-    """The costs of this process, else the stored ones, else new ones. A cache folder that can't be written is no
-    reason to fail: the costs then last as long as the process."""
+def load_costs(
+    description: dict[str, str], measure_costs: Callable[[], CostModel], anew: bool = False
+) -> CostModel:
+    """The costs of this process, else the stored ones, else, or when wanted `anew`, new ones. A cache folder that can't
+    be written is no reason to fail: the costs then last as long as the process."""
     key = json.dumps(description, sort_keys=True)
+    if anew:
+        forget_costs(description)
     if key not in _measured:
         try:
             _measured[key] = CostModel(**json.loads(_path(description).read_text(encoding="utf-8"))["costs"])

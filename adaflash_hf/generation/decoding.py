@@ -55,7 +55,7 @@ def assisted_decoding(
         int64 `[b, L + generated]`, rows that ended early right-padded, or a `GenerateAdaFlashOutput`.
     """
     # 1. Set up.
-    target = Target(model, drafter.config)
+    target, inputs_at = Target(model, drafter.config), input_device(model, input_ids)
     batch_size = input_ids.shape[0]
     queue = take_queue() or Queue(batch_size)
     keep = generation_config.return_dict_in_generate
@@ -69,7 +69,7 @@ def assisted_decoding(
         choice.temperature,
         drafter.draft_processors,
         generation_config.num_assistant_tokens,
-        target_costs(target, drafter, input_device(model, input_ids)) if weighs_costs else None,
+        target_costs(target, drafter, inputs_at) if weighs_costs else None,
     )
     pad = generation_config._pad_token_tensor
     max_length = min(generation_config.max_length, stopping_criteria.max_length or generation_config.max_length)
@@ -105,6 +105,7 @@ def assisted_decoding(
             for index in rows.live[first:]:
                 generator.admit(rows.prompt(index).tolist())
             draft, current = Draft([0] * (len(rows.live) - first), input_ids[0, :0]), prefill
+            tokens = rows.anchors()[first:]
         else:
             # 3. Draft at most one block per live row, unless none has room for a draft.
             first = 0
@@ -120,11 +121,11 @@ def assisted_decoding(
             # 4. Verify: anchors and drafts of all rows in one packed pass.
             clock = time.perf_counter()
             lengths, offsets = [count + 1 for count in draft.counts], prefill.position_offsets
-            weights = outputs.keeps_weights(model)
+            weights, tokens = outputs.keeps_weights(model), interleave(anchors, draft)
             current = packed_pass(
                 target,
-                interleave(anchors, draft),
-                pack(lengths, rows.positions(), input_device(model, anchors), keep_weights=weights),
+                tokens,
+                pack(lengths, rows.positions(), inputs_at, keep_weights=weights),
                 ragged_cache,
                 position_offsets=None if offsets is None else offsets[..., rows.live],
                 output_hidden_states=outputs.wanted["hidden_states"],
@@ -133,7 +134,7 @@ def assisted_decoding(
         # 5. Accept drafts that the target would have chosen, and its own next token; commit them.
         counts = [count + 1 for count in draft.counts]
         starts = list(itertools.accumulate(counts, initial=0))[:-1]
-        tokens, indices = interleave(rows.anchors()[first:], draft), rows.live[first:]
+        indices = rows.live[first:]
         committed, leaving = [0] * len(counts), []
         for new, scores in choice.rounds(current.logits, tokens, counts, starts, draft, rows, first):
             for row, index in enumerate(indices):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ..errors import AdaFlashError
@@ -45,6 +46,7 @@ def packed_pass(
     """The target on packed tokens int64 `[T]`, with logits at all of them or at the packed indices `last` only. Taps
     are open for this pass alone: a logits processor may run the target too."""
     cache.begin(packed)
+    packed.windows = target.windows
     position_ids = packed.query_positions[None]
     if position_offsets is not None:
         offsets = position_offsets.to(position_ids.device)[..., packed.query_rows]
@@ -78,24 +80,25 @@ def input_device(model, tokens: torch.Tensor) -> torch.device:
 
 def pack(counts: list[int], first_positions: list[int], device, **settings) -> PackedBatch:
     """The packed batch of `counts[r]` tokens of row r, maybe 0, that start at slot `first_positions[r]`."""
-    lengths = torch.tensor(counts, device=device)
-    query_rows = torch.arange(len(counts), device=device).repeat_interleave(lengths)
-    offsets = torch.arange(sum(counts), device=device) - (lengths.cumsum(0) - lengths)[query_rows]
-    positions = torch.tensor(first_positions, device=device)[query_rows] + offsets
+    # On the host, where the counts are: a device would be waited for.
+    query_rows = np.arange(len(counts)).repeat(counts)
+    positions = np.concatenate([np.arange(p, p + n) for p, n in zip(first_positions, counts, strict=True)])
     longest = max(first + count for first, count in zip(first_positions, counts, strict=True))
     span = (first_positions[0], longest) if len(counts) == 1 else None
+    query_rows, positions = (torch.from_numpy(x).to(device) for x in (query_rows, positions))
     return PackedBatch(query_rows, positions, len(counts), longest, counts, span=span, **settings)
 
 
 def interleave(anchors: torch.Tensor, draft: Draft) -> torch.Tensor:
     """Packed tokens: each row's anchor, then its drafts."""
-    counts = torch.tensor(draft.counts, device=anchors.device) + 1
-    starts = counts.cumsum(0) - counts
-    tokens = anchors.new_empty(int(counts.sum()))
-    is_anchor = torch.zeros(len(tokens), dtype=torch.bool, device=anchors.device)
-    is_anchor[starts] = True
-    tokens[is_anchor], tokens[~is_anchor] = anchors, draft.tokens.to(anchors)
-    return tokens
+    drafts = draft.tokens.to(anchors)
+    if len(anchors) == 1:
+        return torch.cat([anchors, drafts])
+    # The place of each in anchors and drafts laid end to end, found on the host: a device would be waited for.
+    counts = np.array(draft.counts)
+    order = len(anchors) + np.arange(counts.sum() + len(counts)) - np.arange(1, len(counts) + 1).repeat(counts + 1)
+    order[(counts + 1).cumsum() - counts - 1] = np.arange(len(counts))
+    return torch.cat([anchors, drafts])[torch.from_numpy(order).to(anchors.device)]
 
 
 def kept_indices(counts: list[int], committed: list[int], device) -> torch.Tensor:

@@ -6,13 +6,19 @@ from ..modeling_adaflash import AdaFlashDrafter
 from ..target import Target
 from .cache import RaggedCache
 from .candidate_generator import DiffusionCandidateGenerator
-from .costs import CostModel, describe, load_costs, measure
+from .costs import SECONDS, CostModel, describe, load_costs, measure
 from .passes import pack, packed_pass
 
 
-def target_costs(target: Target, drafter: AdaFlashDrafter, device: torch.device) -> CostModel:
-    """The costs of this pair: known from before, or measured now (`costs.py`). `device`: where the target takes its
-    inputs."""
+def target_costs(
+    target: Target, drafter: AdaFlashDrafter, device: torch.device, most: float | None = None
+) -> CostModel:
+    """The costs of this pair (`costs.py`).
+
+    Args:
+        device: where the target takes its inputs.
+        most: seconds, about, to measure them anew; `None` for those known from before, if any.
+    """
 
     def measure_here() -> CostModel:
         cache = RaggedCache()
@@ -32,6 +38,6 @@ def target_costs(target: Target, drafter: AdaFlashDrafter, device: torch.device)
             ends = torch.full((rows,), position + late, device=device)
             generator.draft(torch.zeros_like(ends), ends, ends).tokens.tolist()
 
-        return measure(verify, draft)
+        return measure(verify, draft, most or SECONDS)
 
-    return load_costs(describe(target.model, drafter), measure_here)
+    return load_costs(describe(target.model, drafter), measure_here, anew=most is not None)

@@ -27,7 +27,7 @@ class Tail:
         row: the row.
         first, last: its packed queries, `last` excluded.
         length: slots that they can see.
-        mask: bool `[last - first, length]`, or `None` where all may see all of them.
+        mask: added to logits, `[last - first, length]`, or `None` where all may see all of them.
     """
 
     row: int
@@ -88,7 +88,7 @@ class RaggedQueries:
         return padded[self.query_rows.to(padded.device), self.columns.to(padded.device)]
 
     def parts(
-        self, causal: bool, window: int | None
+        self, causal: bool, window: int | None, dtype: torch.dtype
     ) -> tuple["RaggedQueries | None", torch.Tensor | None, list[Tail]]:
         """For a CPU, where a padded query costs as much as a real one: the first few queries of every row as a
         rectangle of their own, where they lie in the packed queries (int64), and what is left of the long rows.
@@ -96,12 +96,12 @@ class RaggedQueries:
         `(self, None, [])` where padding to the longest row is cheapest; no rectangle where each row is best alone.
         Made once per forward pass and kind of layer.
         """
-        key = causal, window
+        key = causal, window, dtype
         if key not in self._parts:
-            self._parts[key] = self._make_parts(causal, window)
+            self._parts[key] = self._make_parts(causal, window, dtype)
         return self._parts[key]
 
-    def _make_parts(self, causal, window):
+    def _make_parts(self, causal, window, dtype):
         def cost(width: int) -> int:
             tails = [count - width + _CALL for count in self.counts if count > width]
             return self.num_rows * width + (_CALL if width else 0) + sum(tails)
@@ -121,7 +121,7 @@ class RaggedQueries:
                 if window is not None:
                     near = slots >= own - reach(causal, window)
                     mask = near if mask is None else mask & near
-                tails.append(Tail(row, start, first, length, mask))
+                tails.append(Tail(row, start, first, length, None if mask is None else additive(mask, dtype)))
         if not width:
             return None, None, tails
         counts = [min(width, count) for count in self.counts]
@@ -131,15 +131,16 @@ class RaggedQueries:
         rows = self.query_rows[kept]
         return RaggedQueries(rows, positions[kept], self.num_rows, longest, counts, self.block_ends), kept, tails
 
-    def mask(self, causal: bool, window: int | None, groups: int) -> torch.Tensor | None:
-        """Bool `[rows, 1, groups * Q, longest]`, true where a query may look; `None` when it may look everywhere.
-        Made once per forward pass and kind of layer."""
-        key = (causal, window, groups)
+    def mask(self, causal: bool, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Added to logits, `[rows, 1, groups * Q, longest]`: 0 where a query may look, else -inf; `None` when it may
+        look everywhere. Made once per forward pass and kind of layer; torch's attention would make as much of a bool
+        mask in each layer."""
+        key = (causal, window, groups, dtype)
         if key not in self._masks:
-            self._masks[key] = self._make_mask(causal, window, groups)
+            self._masks[key] = self._make_mask(causal, window, groups, dtype)
         return self._masks[key]
 
-    def _make_mask(self, causal: bool, window: int | None, groups: int) -> torch.Tensor | None:
+    def _make_mask(self, causal: bool, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
         if self.num_rows == 1 and window is None and (self.width == 1 or not causal):
             return None
         positions = self.pad(self.query_positions)
@@ -150,7 +151,12 @@ class RaggedQueries:
         mask = (slots <= last[..., None]) & (slots >= 0)
         if window is not None:
             mask = mask & (slots >= positions[..., None] - reach(causal, window))
-        return mask[:, None].repeat(1, 1, groups, 1)
+        return additive(mask[:, None].repeat(1, 1, groups, 1), dtype)
+
+
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A bool mask as what is added to logits."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
 def reach(causal: bool, window: int) -> int:
@@ -212,15 +218,15 @@ def ragged_attention_torch(query, key, value, queries, causal, window, scale, so
     if softcap is not None or sinks is not None:
         return ragged_attention_with_weights(query, key, value, queries, causal, window, scale, softcap, sinks)[0]
     if len(query) == 1:  # a third faster than heads stacked, since there are more of them than threads
-        mask = queries.mask(causal, window, 1)
+        mask = queries.mask(causal, window, 1, query.dtype)
         mask = None if mask is None else mask.to(query.device)
-        key, value = key[:1, :, : queries.longest], value[:1, :, : queries.longest]
+        key, value = in_use(key, queries), in_use(value, queries)
         return F.scaled_dot_product_attention(
             query[None].transpose(1, 2), key, value, attn_mask=mask, scale=scale, enable_gqa=True
         )[:, :, 0]
     if query.device.type != "cpu":
         return _rectangle(query, key, value, queries, causal, window, scale)
-    rectangle, kept, tails = queries.parts(causal, window)
+    rectangle, kept, tails = queries.parts(causal, window, query.dtype)
     if not tails:
         return _rectangle(query, key, value, queries, causal, window, scale)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -257,7 +263,7 @@ def ragged_attention_with_weights(
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if mask is not None:
-        logits = logits.masked_fill(~mask, float("-inf"))
+        logits = logits + mask
     if sinks is None:
         weights = logits.softmax(dim=-1)
     else:
@@ -274,9 +280,16 @@ def _padded(query, key, value, queries: RaggedQueries, causal: bool, window: int
     are stacked along the query axis, so that keys are never repeated in memory."""
     rows, kv_heads, groups = queries.num_rows, key.shape[1], query.shape[1] // key.shape[1]
     folded = queries.pad(query).transpose(1, 2).reshape(rows, kv_heads, groups * queries.width, -1)
-    mask = queries.mask(causal, window, groups)
+    mask = queries.mask(causal, window, groups, query.dtype)
     mask = None if mask is None else mask.to(query.device)
-    return folded, key[:rows, :, : queries.longest], value[:rows, :, : queries.longest], mask
+    return folded, in_use(key, queries), in_use(value, queries), mask
+
+
+def in_use(states: torch.Tensor, queries: RaggedQueries) -> torch.Tensor:
+    """Keys or values `[rows, Hkv, longest, D]` of those that are at hand."""
+    if states.shape[0] == queries.num_rows and states.shape[2] == queries.longest:
+        return states  # a slice costs as much as a small matrix product on a CPU
+    return states[: queries.num_rows, :, : queries.longest]
 
 
 def _packed(output: torch.Tensor, queries: RaggedQueries, heads: int) -> torch.Tensor:

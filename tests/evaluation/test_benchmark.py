@@ -78,6 +78,7 @@ def test_cost_only(tiny_pair, capsys):
         (["--concurrency", "64"], "concurrency"),
         (["--concurrency", "16", "--batches", "3"], "batches"),
         (["--repeats", "0"], "repeats"),
+        (["--cost_seconds", "0"], "cost_seconds"),
     ],
 )
 def test_refusals(arguments, key):

@@ -11,7 +11,7 @@ from tiny import VOCAB, make_drafter, make_target, ragged_prompts
 from adaflash_hf.generation import costs as costs_module
 from adaflash_hf.generation.acceptance import RunningAcceptance, lookup_classes
 from adaflash_hf.generation.budget import Budget, allocate, best_rate
-from adaflash_hf.generation.costs import CostModel, describe, forget_costs, load_costs, measure
+from adaflash_hf.generation.costs import TOKENS, CostModel, describe, forget_costs, load_costs, measure
 from adaflash_hf.generation.lookup import ALIKE, MIXED, ONCE, LookupDraft, NgramIndex
 
 
@@ -295,6 +295,22 @@ def test_measure_is_quick_and_rises(clock):
     assert len(costs.rows) >= 2 and (np.diff(costs.draft) >= 0).all()
 
 
+def test_slow_seconds_do_not_make_a_size_dear(clock):
+    """A machine that is twice as slow for some seconds: with time for several rounds, ratios come out right."""
+
+    def taking(seconds):
+        clock[0] += seconds * (2 if clock[0] % 7 > 5 else 1)
+
+    costs = measure(
+        lambda counts, position: taking(0.09 + 0.005 * sum(counts)),
+        lambda rows, late, position: taking(0.009 + 0.001 * rows),
+        30.0,
+    )
+    assert clock[0] < 33.0 and costs.tokens == sorted(TOKENS)
+    quick = costs.tokens[:6]
+    assert costs.verify[: len(quick)] == pytest.approx([0.09 + 0.005 * n for n in quick])
+
+
 def test_the_first_pass_of_a_size_does_not_count(clock):
     seen = set()
 
@@ -346,6 +362,8 @@ def test_costs_are_stored_once_and_forgotten(tmp_path, monkeypatch):
     forget_costs(description)
     load_costs(description, measure_costs)
     assert len(calls) == 3
+    load_costs(description, measure_costs, anew=True)
+    assert len(calls) == 4 and json.loads(next(tmp_path.glob("*.json")).read_text())["costs"] == stored["costs"]
 
 
 def test_description_tells_what_costs_depend_on():
@@ -379,7 +397,7 @@ def test_real_passes_can_be_measured(monkeypatch):
     from adaflash_hf.target import Target
 
     target, drafter = make_target("mistral"), make_drafter(head="survival")
-    monkeypatch.setattr(probing, "load_costs", lambda description, measure_costs: measure_costs())
+    monkeypatch.setattr(probing, "load_costs", lambda description, measure_costs, anew: measure_costs())
     monkeypatch.setattr(costs_module, "SECONDS", 0.3)
     before = target.config._attn_implementation
     with torch.no_grad():

@@ -115,4 +115,4 @@ def test_long_rows_on_their_own_equal_padding(counts, causal, window):
     query, key, value = tensors(queries, 4, 2, 16, torch.float32, "cpu")
     expected, _ = ragged_attention_with_weights(query, key, value, queries, causal, window)
     torch.testing.assert_close(ragged_attention(query, key, value, queries, causal, window), expected)
-    assert bool(queries.parts(causal, window)[2]) == (max(counts) > 5 + min(counts))
+    assert bool(queries.parts(causal, window, query.dtype)[2]) == (max(counts) > 5 + min(counts))
