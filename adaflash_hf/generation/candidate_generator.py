@@ -259,16 +259,20 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         counts = [0] * rows
         for row in served:
             counts[row] = size
+        longest, span = int(positions.max()) + size, None
+        if rows == 1 and self.window is None:  # what was committed since the last block, and this block
+            span = longest - len(key_positions), longest
         batch = PackedBatch(
             query_rows=block_rows,
             query_positions=slots,
             num_rows=rows,
-            longest=int(positions.max()) + size,
+            longest=longest,
             counts=counts,
             key_rows=torch.cat([context_rows.to(device), block_rows]),
             key_positions=key_positions,
             block_ends=positions + size - 1,
             ring=None if self.window is None else self.window + size,
+            span=span,
         )
         self._cache.begin(batch)
         output = self.drafter(
