@@ -67,7 +67,7 @@ def oracle(monkeypatch):
         original_rows(self, *args, **kwargs)
         state["rows"] = self
 
-    def draft(self, anchors, positions, room, prefixes=None):
+    def draft(self, anchors, positions, room, prefixes=None, waiting=False):
         made = original_draft(self, anchors, positions, room, prefixes)
         if state.get("every") is None:
             return made

@@ -4,6 +4,8 @@ Both are chosen per step, over all live rows together, to commit the most expect
 
     (rows + sum of survival over verified drafts) / seconds(rows + verified drafts)
 
+each token weighed by what it is `worth` to the batch.
+
 Survival of a row's position k is the probability that it and all before it are accepted, so it falls along a row, and
 taking positions in order of survival never leaves a gap (the idea of D-Cut, and of DSpark, arXiv 2607.05147).
 Everything that enters was known before a token of this step was drawn: hidden states, looked-up continuations,
@@ -29,6 +31,9 @@ from .lookup import LookupDraft
 
 # Steps that a drafter's reading of a backlog is taken to serve, if the answer can last so long.
 HORIZON = 32
+# How sharply a row that has written less than the others is taken to be the last to finish. Replayed on batches of 4,
+# 16 and 32 answers, 8 did best, 2 to 16 within 2 %.
+LAST = 8
 
 
 def allocate(survival: np.ndarray, seconds: np.ndarray) -> np.ndarray:
@@ -109,6 +114,19 @@ class Budget:
         self.drafter.accepted += np.where(chosen, 0.0, survival).sum(axis=0)
         self.drafter.tried += np.where(chosen, 0.0, before).sum(axis=0)
 
+    def worth(self, room: list[int]) -> np.ndarray:
+        """What a committed token of each row is worth, float64 `[rows]` of mean 1, where no further rows wait.
+
+        A step that a row doesn't need saves its own share of a pass, but passes go on, at the price of a pass for one
+        row, until the last row is done. That price is shared out by how likely a row is the last: the more it may
+        still write, the likelier.
+        """
+        rows, left = len(room), np.asarray(room) + 1.0
+        one, all_rows = self.costs.verify_seconds(1, rows, 0)[[0, -1]]
+        share = 0.0 if rows == 1 else min((all_rows - one) / (rows - 1), all_rows / rows)
+        last = (left / left.max()) ** LAST
+        return rows * (share + (all_rows - rows * share) * last / last.sum()) / all_rows
+
     def route(self, lookup: np.ndarray, drafter: np.ndarray, slots: int, catching_up: int) -> np.ndarray:
         """Rows that the drafter is to serve, bool `[rows]`.
 
@@ -116,7 +134,7 @@ class Budget:
         that gain most over their own lookup. All numbers of rows up to 8 are weighed, then powers of 2.
 
         Args:
-            lookup, drafter: survival by source `[rows, K]`.
+            lookup, drafter: survival by source `[rows, K]`, times `worth`.
             slots: cached positions over all rows.
             catching_up: committed tokens that the drafter has yet to read, `spread` over steps.
         """
@@ -139,7 +157,8 @@ class Budget:
         return served
 
     def lengths(self, survival: np.ndarray, served: int, slots: int, caught_up: int) -> np.ndarray:
-        """Drafted tokens to verify per row, int64 `[rows]`, once the drafter has run for `served` rows."""
+        """Drafted tokens to verify per row, int64 `[rows]`, once the drafter has run for `served` rows; `survival`
+        `[rows, K]` times `worth`."""
         rows = len(survival)
         seconds = self.costs.verify_seconds(rows, rows + survival.size, slots)
         if served:

@@ -35,7 +35,7 @@ class RaggedCache(Cache):
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         """Writes `[1, kv_heads, T, head_dim]` packed keys and values to their slots; returns the rows in use,
         `[rows, kv_heads, longest, head_dim]`."""
-        batch, device = self.batch, key_states.device
+        device = key_states.device
         if self.offloaded:
             key_states, value_states = key_states.cpu(), value_states.cpu()
         while len(self.keys) <= layer_idx:

@@ -165,7 +165,9 @@ class DiffusionCandidateGenerator(CandidateGenerator):
             moved.append((features, torch.where(rows == source, destination, rows), positions))
         self._pending = moved
 
-    def draft(self, anchors: torch.Tensor, positions: torch.Tensor, room: torch.Tensor, prefixes=None) -> Draft:
+    def draft(
+        self, anchors: torch.Tensor, positions: torch.Tensor, room: torch.Tensor, prefixes=None, waiting: bool = False
+    ) -> Draft:
         """Drafts at most one block for each row.
 
         Args:
@@ -173,9 +175,10 @@ class DiffusionCandidateGenerator(CandidateGenerator):
             positions: int64 `[rows]`, its position in the row.
             room: int64 `[rows]`, most drafted tokens that the row can use.
             prefixes: per row, int64 `[1, L]` committed tokens, needed by `draft_processors` only.
+            waiting: whether other rows take the places of those that finish.
         """
         if self.budget is not None:
-            return self._draft_within_budget(anchors, positions, room)
+            return self._draft_within_budget(anchors, positions, room, waiting)
         hidden = self._block_hidden(anchors, positions, list(range(len(anchors))))
         lengths = self.length_processor.choose(hidden, room.to(hidden.device))
         logits = self._kept_logits(hidden, lengths)
@@ -186,16 +189,17 @@ class DiffusionCandidateGenerator(CandidateGenerator):
             return Draft(lengths.tolist(), tokens)
         return Draft(lengths.tolist(), tokens, logits, self.temperature, self._columns)
 
-    def _draft_within_budget(self, anchors, positions, room) -> Draft:
+    def _draft_within_budget(self, anchors, positions, room, waiting: bool) -> Draft:
         """Routes each row to lookup, drafter or nothing, then divides the step's budget over all of them."""
         budget, room, rows = self.budget, room.tolist(), len(anchors)
+        worth = np.ones((rows, 1)) if waiting else budget.worth(room)[:, None]
         slots, late = int(positions.sum()), budget.spread(sum(len(part[1]) for part in self._pending), room)
         # 1. Look up, and decide which rows the drafter serves.
         most = [min(n, budget.lookup_tokens) for n in room]
         lookups = [text.lookup(n) if n > 0 else None for text, n in zip(self._texts, most, strict=True)]
         survival = budget.lookup_survival(lookups, room)
         expected = budget.drafter_survival(room)
-        served = budget.route(survival, expected, slots, late).nonzero()[0].tolist()
+        served = budget.route(survival * worth, expected * worth, slots, late).nonzero()[0].tolist()
         # 2. Draft for them, and keep the lookup where it still promises more.
         if served:
             hidden = self._block_hidden(anchors, positions, served)
@@ -206,7 +210,7 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         drafting = [row for row in served if expected[row].sum() >= survival[row].sum()]
         survival[drafting] = expected[drafting]
         # 3. Lengths for all rows together.
-        lengths = budget.lengths(survival, len(served), slots, late).tolist()
+        lengths = budget.lengths(survival * worth, len(served), slots, late).tolist()
         by_drafter = [lengths[row] if row in drafting else 0 for row in served]
         if served and curves is not None:
             budget.promise(expected[served, : budget.drafted], np.array(by_drafter))

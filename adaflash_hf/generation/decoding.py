@@ -113,7 +113,8 @@ def assisted_decoding(
             if max(room) > 0 and generator.length_processor.most > 0:
                 positions = torch.tensor(rows.drafter_positions(), device=device)
                 prefixes = [rows.prefix(row) for row in range(len(room))] if drafter.draft_processors else None
-                draft = generator.draft(anchors, positions, torch.tensor(room, device=device), prefixes)
+                room = torch.tensor(room, device=device)
+                draft = generator.draft(anchors, positions, room, prefixes, waiting=bool(rows.waiting))
             else:
                 draft = Draft([0] * len(room), anchors[:0])
             statistics.draft_seconds += time.perf_counter() - clock

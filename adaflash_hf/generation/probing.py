@@ -1,5 +1,7 @@
 """Measures what passes of a target and a drafter cost here, on made-up tokens."""
 
+import collections
+
 import torch
 
 from ..modeling_adaflash import AdaFlashDrafter
@@ -21,14 +23,15 @@ def target_costs(
     """
 
     def measure_here() -> CostModel:
-        cache = RaggedCache()
+        caches = collections.defaultdict(RaggedCache)  # by position: many rows never meet many slots
         generator = DiffusionCandidateGenerator(drafter, target)
         width = len(target.layer_ids) * drafter.config.hidden_size
 
         def verify(counts: list[int], position: int) -> None:
             tokens = torch.arange(sum(counts), device=device) % drafter.config.vocab_size
             packed = pack(counts, [position] * len(counts), device)
-            packed_pass(target, tokens, packed, cache).logits[-1, -1].item()  # a GPU is done once a result is read
+            done = packed_pass(target, tokens, packed, caches[position])
+            done.logits[-1, -1].item()  # a GPU is done once a result is read
 
         def draft(rows: int, late: int, position: int) -> None:
             features = torch.zeros(rows * late, width, dtype=drafter.dtype, device=drafter.device)

@@ -22,8 +22,8 @@ def survival_lengths(survival: torch.Tensor, costs: torch.Tensor, room: torch.Te
     """Drafted tokens to verify per row, on the device of `survival` and without waiting for the host.
 
     Args:
-        survival: float32 `[rows, K]`, each row non-increasing, from 0 to 1 (`AdaptiveLengthHead.survival`). NaN and
-            negative entries are never taken.
+        survival: float32 `[rows, K]`, each row non-increasing (`AdaptiveLengthHead.survival`), maybe times a factor
+            per row whose mean is 1. NaN and negative entries are never taken.
         costs: float32 or float64 `[most + 1]`, positive: `costs[T]` is the time of a forward pass over T tokens, in
             any unit. `costs[0]` isn't read. No more than `most` tokens are put up, anchors included.
         room: int64 `[rows]`, most drafted tokens that a row can use; K if left out.

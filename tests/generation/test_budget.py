@@ -101,6 +101,51 @@ def test_a_backlog_is_charged_to_the_steps_that_it_serves():
     assert not budget.route(nothing, budget.drafter_survival([60] * 4), 0, 400).any()
 
 
+@pytest.mark.parametrize("costs", [FLAT, STEEP, CostModel([1, 2, 8], [1.0, 2.5, 9.0], [1], [0.1])])
+def test_worth_has_mean_one_and_favours_rows_that_lag(costs):
+    """No row is worth less than its share of a pass, however costs rise."""
+    budget = Budget(costs, drafted=4, lookup_tokens=0)
+    assert budget.worth([7]).tolist() == [1.0]
+    assert budget.worth([7, 7, 7]) == pytest.approx(np.ones(3))
+    worth = budget.worth([60, 20, 20, 20])
+    assert worth.mean() == pytest.approx(1.0) and (worth >= 0).all()
+    assert worth[0] >= worth[1] == worth[2] == worth[3]
+
+
+def test_only_a_row_that_lags_is_drafted_for_where_passes_go_on_for_it():
+    """Four rows at a price at which drafting for none of them commits most tokens per second."""
+    costs = CostModel([1, 4, 16], [0.1, 0.16, 0.4], [1, 4], [0.01, 0.03])
+    budget = Budget(costs, drafted=2, lookup_tokens=0)
+    room = [60, 10, 10, 10]
+    nothing, expected = np.zeros((4, 2)), budget.drafter_survival(room)
+    assert not budget.route(nothing, expected, 0, 0).any()
+    worth = budget.worth(room)[:, None]
+    assert budget.route(nothing, expected * worth, 0, 0).tolist() == [True, False, False, False]
+    lengths = budget.lengths(expected * worth, 1, 0, 0)
+    assert lengths[0] > 0 and not lengths[1:].any()
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_rows_count_alike_while_others_wait(waiting, monkeypatch):
+    """A row that finishes then makes place, so the one that lags isn't what is waited for."""
+    from adaflash_hf import generate_many
+
+    asked, asked_before_first_end = [], []
+    monkeypatch.setattr(Budget, "worth", lambda self, room: asked.append(room) or np.ones(len(room)))
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8]] if waiting else [[1, 2, 3], [4, 5]]
+    generate_many(
+        make_target(),
+        make_drafter(),
+        prompts,
+        max_live_rows=2,
+        on_finish=lambda index, tokens: asked_before_first_end.append(len(asked)),
+        progress_bar=False,
+        max_new_tokens=6,
+        do_sample=False,
+    )
+    assert asked and (asked_before_first_end[0] > 0) != waiting
+
+
 def test_survival_respects_room():
     budget = Budget(FLAT, drafted=4, lookup_tokens=6)
     lookup = NgramIndex([5, 6, 5]).lookup(6)
