@@ -7,19 +7,19 @@ over all rows, and of all prefixes of that order the one with the highest (rows 
 Survival falls along a row, so what is taken of a row is a prefix of its draft.
 """
 
+import numpy as np
 import torch
 
 from ..errors import AdaFlashValueError
 from .dispatch import takes_triton
 
 
-# Positions, padded, that one program of the Triton path looks through; more go to the twin, which doesn't wait for the
-# host either.
+# Positions, padded, that one program of the Triton path looks through; more go to the twin.
 MOST_POSITIONS = 4096
 
 
 def survival_lengths(survival: torch.Tensor, costs: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
-    """Drafted tokens to verify per row, on the device of `survival` and without waiting for the host.
+    """Drafted tokens to verify per row, on the device of `survival`; the Triton path doesn't wait for the host.
 
     Args:
         survival: float32 `[rows, K]`, each row non-increasing (`AdaptiveLengthHead.survival`), maybe times a factor
@@ -53,22 +53,21 @@ def survival_lengths(survival: torch.Tensor, costs: torch.Tensor, room: torch.Te
 
 
 def survival_lengths_torch(survival: torch.Tensor, costs: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """The PyTorch twin of `survival_lengths`."""
+    """The twin of `survival_lengths`, on the host: NumPy takes a tenth of a millisecond, tensor operations ten times
+    as long."""
     rows, positions = survival.shape
-    steps = torch.arange(positions, device=survival.device)
-    usable = (survival >= 0) & (steps < room[:, None])
+    values, seconds, most = (x.detach().cpu().numpy() for x in (survival, costs.double(), room))
+    usable = (values >= 0) & (np.arange(positions) < most[:, None])
     # Position-major, so that a stable sort takes the shallower of equal survivals first.
-    values = torch.where(usable, survival, -1.0).t().flatten()
-    values, order = values.sort(descending=True, stable=True)
-    taken = torch.arange(1, len(values) + 1, device=values.device)
+    values = np.where(usable, values, -1.0).T.ravel()
+    order = np.argsort(-values, kind="stable")
     # float64, so that the order of the sum hardly ever decides.
-    rates = (rows + values.double().cumsum(0)) / costs[(rows + taken).clamp(max=len(costs) - 1)].double()
-    rates = torch.where((values >= 0) & (rows + taken < len(costs)), rates, -1.0)
-    rates = torch.cat([rows / costs[rows : rows + 1].double(), rates])
-    best = rates.argmax()
-    return torch.zeros(rows, dtype=torch.long, device=survival.device).index_add_(
-        0, order % rows, (taken <= best).long()
-    )
+    values = values[order].astype(np.float64)
+    totals = rows + np.arange(1, len(values) + 1)
+    rates = (rows + values.cumsum()) / seconds[np.minimum(totals, len(seconds) - 1)]
+    rates = np.where((values >= 0) & (totals < len(seconds)), rates, -1.0)
+    best = np.concatenate([[rows / seconds[rows]], rates]).argmax()
+    return torch.from_numpy(np.bincount(order[:best] % rows, minlength=rows)).to(survival.device)
 
 
 def _padded_size(survival: torch.Tensor) -> int:
