@@ -107,8 +107,10 @@ def measure(
 
 def _counts(tokens: int) -> list[int]:
     """Tokens per row of a pass of such a size: a few come from one row, many from rows of unlike lengths."""
+    if tokens < 16:
+        return [tokens]
     pairs = min(8, tokens // 4)
-    return [tokens] if tokens < 16 else [tokens // pairs // 4, tokens // pairs * 3 // 4] * pairs
+    return [tokens // pairs // 4, tokens // pairs * 3 // 4] * pairs
 
 
 def _difference(longer: Callable[[], None], shorter: Callable[[], None], until: float) -> float:

@@ -91,14 +91,8 @@ def pack(counts: list[int], first_positions: list[int], device, **settings) -> P
 
 def interleave(anchors: torch.Tensor, draft: Draft) -> torch.Tensor:
     """Packed tokens: each row's anchor, then its drafts."""
-    drafts = draft.tokens.to(anchors)
-    if len(anchors) == 1:
-        return torch.cat([anchors, drafts])
-    # The place of each in anchors and drafts laid end to end, found on the host: a device would be waited for.
-    counts = np.array(draft.counts)
-    order = len(anchors) + np.arange(counts.sum() + len(counts)) - np.arange(1, len(counts) + 1).repeat(counts + 1)
-    order[(counts + 1).cumsum() - counts - 1] = np.arange(len(counts))
-    return torch.cat([anchors, drafts])[torch.from_numpy(order).to(anchors.device)]
+    drafts = draft.tokens.to(anchors).split(draft.counts)
+    return torch.cat([part for pair in zip(anchors.split(1), drafts, strict=True) for part in pair])
 
 
 def kept_indices(counts: list[int], committed: list[int], device) -> torch.Tensor:

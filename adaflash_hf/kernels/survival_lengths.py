@@ -53,10 +53,11 @@ def survival_lengths(survival: torch.Tensor, costs: torch.Tensor, room: torch.Te
 
 
 def survival_lengths_torch(survival: torch.Tensor, costs: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """The twin of `survival_lengths`, on the host: NumPy takes a tenth of a millisecond, tensor operations ten times
-    as long."""
+    """The twin of `survival_lengths`, on the host: on so few numbers NumPy takes a third of the time of tensor
+    operations."""
     rows, positions = survival.shape
-    values, seconds, most = (x.detach().cpu().numpy() for x in (survival, costs.double(), room))
+    values, seconds, most = (x.detach().cpu().numpy() for x in (survival, costs, room))
+    seconds = seconds.astype(np.float64)
     usable = (values >= 0) & (np.arange(positions) < most[:, None])
     # Position-major, so that a stable sort takes the shallower of equal survivals first.
     values = np.where(usable, values, -1.0).T.ravel()
