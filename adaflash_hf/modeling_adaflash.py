@@ -260,8 +260,8 @@ class AdaFlashDrafter(HubModel):
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
 
     def drafted(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The slots `[n, num_drafted_tokens, d]` of block hidden states `[n, B, d]` that predict tokens."""
-        return hidden_states[:, -self.config.num_drafted_tokens :]
+        """The slots of block hidden states `[n, B, d]`, or of a narrower block's, that predict tokens."""
+        return hidden_states[:, self.config.block_size - self.config.num_drafted_tokens :]
 
     def forward(
         self,

@@ -1,6 +1,7 @@
-"""The budget policy: which source each row drafts from, and how many drafted tokens the step verifies.
+"""The budget policy: which source each row drafts from, how wide a block the drafter drafts, and how many drafted
+tokens the step verifies.
 
-Both are chosen per step, over all live rows together, to commit the most expected tokens per second:
+All are chosen per step, over all live rows together, to commit the most expected tokens per second:
 
     (rows + sum of survival over verified drafts) / seconds(rows + verified drafts)
 
@@ -63,10 +64,19 @@ class Budget:
         drafted: tokens that one block of the drafter proposes, capped by the user's settings.
         lookup_tokens: most looked-up tokens; 0 switches lookup off.
         sampled: whether tokens are drawn, not the target's argmax.
+        blocks: the blocks that the drafter may draft, as (tokens, slots), the whole one first; by default that alone.
     """
 
-    def __init__(self, costs: CostModel, drafted: int, lookup_tokens: int, sampled: bool = False):
+    def __init__(
+        self,
+        costs: CostModel,
+        drafted: int,
+        lookup_tokens: int,
+        sampled: bool = False,
+        blocks: list[tuple[int, int]] | None = None,
+    ):
         self.costs, self.drafted, self.lookup_tokens = costs, drafted, lookup_tokens
+        self.blocks = blocks or [(drafted, drafted + 1)]
         share = SAMPLED if sampled else 1.0
         self.lookup = RunningAcceptance(share * np.array(LOOKUP_PRIOR))
         self.drafter = RunningAcceptance([share * DRAFTER_PRIOR] * drafted)
@@ -106,13 +116,15 @@ class Budget:
         return np.minimum(survival * self.trust ** np.arange(1, survival.shape[1] + 1), 1.0)
 
     def promise(self, survival: np.ndarray, lengths: np.ndarray) -> None:
-        """Notes what the length head says of the rows whose drafts it judged: `survival` `[n, drafted]`, and the
-        number of positions `[n]` that are verified. The others count as tried with the outcome it names."""
-        chosen = np.arange(survival.shape[1]) < lengths[:, None]
+        """Notes what the length head says of the rows whose drafts it judged: `survival` `[n, k]` of the k tokens of
+        their blocks, and the number of positions `[n]` that are verified. The others count as tried with the outcome
+        it names."""
+        depth = survival.shape[1]
+        chosen = np.arange(depth) < lengths[:, None]
         self._promised += float((survival * chosen).sum())
         before = np.concatenate([np.ones((len(survival), 1)), survival[:, :-1]], axis=1)
-        self.drafter.accepted += np.where(chosen, 0.0, survival).sum(axis=0)
-        self.drafter.tried += np.where(chosen, 0.0, before).sum(axis=0)
+        self.drafter.accepted[:depth] += np.where(chosen, 0.0, survival).sum(axis=0)
+        self.drafter.tried[:depth] += np.where(chosen, 0.0, before).sum(axis=0)
 
     def worth(self, room: list[int]) -> np.ndarray:
         """What a committed token of each row is worth, float64 `[rows]` of mean 1, where no further rows wait.
@@ -127,42 +139,56 @@ class Budget:
         last = (left / left.max()) ** LAST
         return rows * (share + (all_rows - rows * share) * last / last.sum()) / all_rows
 
-    def route(self, lookup: np.ndarray, drafter: np.ndarray, slots: int, catching_up: int) -> np.ndarray:
-        """Rows that the drafter is to serve, bool `[rows]`.
+    def route(
+        self, lookup: np.ndarray, drafter: np.ndarray, slots: int, catching_up: int
+    ) -> tuple[np.ndarray, tuple[int, int]]:
+        """Rows that the drafter is to serve, bool `[rows]`, and the block of `blocks` that it is to draft for each.
 
-        One drafter pass costs about the same for one row as for a few, so the number of rows is chosen first: those
-        that gain most over their own lookup. All numbers of rows up to 8 are weighed, then powers of 2.
+        One drafter pass costs about the same for one row as for a few, so the number of rows is chosen: those that
+        gain most over their own lookup. All numbers of rows up to 8 are weighed, then powers of 2. A narrower block is
+        weighed where it costs less: a drafter predicts the first tokens of a block nearly as well with fewer masks
+        behind them.
 
         Args:
             lookup, drafter: survival by source `[rows, K]`, times `worth`.
             slots: cached positions over all rows.
             catching_up: committed tokens that the drafter has yet to read, `spread` over steps.
         """
-        rows = len(lookup)
-        gain = drafter.sum(axis=1) - lookup.sum(axis=1)
-        order = np.argsort(-gain, kind="stable")
-        most = int((gain > 0).sum())
-        numbers = [n for n in range(1, most + 1) if n <= 8 or n & (n - 1) == 0 or n == most]
+        rows, whole = len(lookup), self.blocks[0]
         verify = self.costs.verify_seconds(rows, rows + lookup.size, slots)
-        best, highest = 0, best_rate(lookup, verify)
-        for number in numbers:
-            mixed = lookup.copy()
-            mixed[order[:number]] = drafter[order[:number]]
-            seconds = verify + self.costs.draft_seconds(number, catching_up, slots)
-            rate = best_rate(mixed, seconds)
-            if rate > highest:
-                best, highest = number, rate
+        best, chosen, highest = np.zeros(0, dtype=int), whole, best_rate(lookup, verify)
+        for block in self.blocks:
+            survival = np.where(np.arange(drafter.shape[1]) < block[0], drafter, 0.0)
+            gain = survival.sum(axis=1) - lookup.sum(axis=1)
+            order = np.argsort(-gain, kind="stable")
+            most = int((gain > 0).sum())
+            for number in range(1, most + 1):
+                if number > 8 and number & (number - 1) and number != most:
+                    continue
+                draft = self._draft_seconds(number, block, slots, catching_up)
+                if block is not whole and draft >= self._draft_seconds(number, whole, slots, catching_up):
+                    continue
+                mixed = lookup.copy()
+                mixed[order[:number]] = survival[order[:number]]
+                rate = best_rate(mixed, verify + draft)
+                if rate > highest:
+                    best, chosen, highest = order[:number], block, rate
         served = np.zeros(rows, dtype=bool)
-        served[order[:best]] = True
-        return served
+        served[best] = True
+        return served, chosen
 
-    def lengths(self, survival: np.ndarray, served: int, slots: int, caught_up: int) -> np.ndarray:
+    def _draft_seconds(self, rows: int, block: tuple[int, int], slots: int, late: int) -> float:
+        return self.costs.draft_seconds(rows, late, slots, block[1] / self.blocks[0][1])
+
+    def lengths(
+        self, survival: np.ndarray, served: int, slots: int, caught_up: int, block: tuple[int, int] | None = None
+    ) -> np.ndarray:
         """Drafted tokens to verify per row, int64 `[rows]`, once the drafter has run for `served` rows; `survival`
         `[rows, K]` times `worth`."""
         rows = len(survival)
         seconds = self.costs.verify_seconds(rows, rows + survival.size, slots)
         if served:
-            seconds = seconds + self.costs.draft_seconds(served, caught_up, slots)
+            seconds = seconds + self._draft_seconds(served, block or self.blocks[0], slots, caught_up)
         return allocate(survival, seconds)
 
     def learn(self, verified: list[int], accepted: list[int], lookups: list[LookupDraft | None]) -> None:

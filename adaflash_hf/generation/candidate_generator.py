@@ -102,22 +102,35 @@ class DiffusionCandidateGenerator(CandidateGenerator):
             config.mask_token_id,
             drafter.length_head,
         )
+        self.window = drafter.generation_config.context_window
         self.budget = None
         if self.length_processor.policy == "budget" and costs is not None and not draft_processors:
             policy = drafter.generation_config
             caps = [n for n in (most, policy.num_assistant_tokens) if n is not None]
             lookup_tokens = min([policy.lookup_tokens, *caps])
-            self.budget = Budget(costs, self.length_processor.most, lookup_tokens, sampled=do_sample)
+            most = self.length_processor.most
+            self.budget = Budget(costs, most, lookup_tokens, do_sample, self._blocks(most))
         self._texts: list[NgramIndex] = []
         self.draft_processors = LogitsProcessorList(draft_processors or [])
         self.token_ids = drafter.draft_token_ids if config.draft_vocab_size is not None else None
         self._columns = None if self.token_ids is None else draft_columns_of(self.token_ids, config.vocab_size)
         half = any(isinstance(module, HalfPackedLinear) for module in drafter.modules())
         self._logits = target.head_rows(self.token_ids, half)
-        self.window = drafter.generation_config.context_window
         self._cache = RaggedCache()
         self._pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.model_kwargs_overrides = {"output_hidden_states": [i + 1 for i in config.target_layer_ids]}
+
+    def _blocks(self, most: int) -> list[tuple[int, int]]:
+        """The blocks that may be drafted, as (tokens, slots): the whole one, and narrower ones, of which not every
+        size is worth weighing. Only the whole one where a `length` head reads it, and with a `context_window`, whose
+        slots are laid out for it: what a wider block left behind would pass for context."""
+        whole, head = self.config.num_drafted_tokens, self.drafter.length_head
+        blocks = [(most, self.config.block_size)]
+        if self.window is None and (head is None or head.config.kind == "survival"):
+            spare = self.config.block_size - whole
+            counts = [n for n in range(1, most + 1) if n < whole and (n <= 4 or n & (n - 1) == 0 or n == most)]
+            blocks += [(n, n + spare) for n in counts]
+        return blocks
 
     def admit(self, tokens: list[int]) -> None:
         """Adds a row with its prompt's token ids, padding left out."""
@@ -179,7 +192,7 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         """
         if self.budget is not None:
             return self._draft_within_budget(anchors, positions, room, waiting)
-        hidden = self._block_hidden(anchors, positions, list(range(len(anchors))))
+        hidden = self._block_hidden(anchors, positions, list(range(len(anchors))), self.config.block_size)
         lengths = self.length_processor.choose(hidden, room.to(hidden.device))
         logits = self._kept_logits(hidden, lengths)
         if self.draft_processors:
@@ -199,21 +212,22 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         lookups = [text.lookup(n) if n > 0 else None for text, n in zip(self._texts, most, strict=True)]
         survival = budget.lookup_survival(lookups, room)
         expected = budget.drafter_survival(room)
-        served = budget.route(survival * worth, expected * worth, slots, late).nonzero()[0].tolist()
+        chosen, block = budget.route(survival * worth, expected * worth, slots, late)
+        served = chosen.nonzero()[0].tolist()
         # 2. Draft for them, and keep the lookup where it still promises more.
         if served:
-            hidden = self._block_hidden(anchors, positions, served)
+            hidden = self._block_hidden(anchors, positions, served, block[1])
             curves = self.length_processor.survival(hidden)
             if curves is not None:
-                expected[served, : budget.drafted] = budget.judged(curves.double().cpu().numpy())
-                expected *= np.arange(budget.width) < np.asarray(room)[:, None]
+                expected[served, : block[0]] = budget.judged(curves.double().cpu().numpy())
+            expected *= np.arange(budget.width) < np.minimum(room, block[0])[:, None]
         drafting = [row for row in served if expected[row].sum() >= survival[row].sum()]
         survival[drafting] = expected[drafting]
         # 3. Lengths for all rows together.
-        lengths = budget.lengths(survival * worth, len(served), slots, late).tolist()
+        lengths = budget.lengths(survival * worth, len(served), slots, late, block).tolist()
         by_drafter = [lengths[row] if row in drafting else 0 for row in served]
         if served and curves is not None:
-            budget.promise(expected[served, : budget.drafted], np.array(by_drafter))
+            budget.promise(expected[served, : block[0]], np.array(by_drafter))
         lookups = [None if row in drafting else lookup for row, lookup in enumerate(lookups)]
         looked_up = [t for row, n in enumerate(lengths) if n and row not in drafting for t in lookups[row].tokens[:n]]
         looked_up = torch.tensor(looked_up, dtype=torch.long, device=anchors.device)
@@ -242,14 +256,14 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         return whole.index_copy_(1, self.token_ids.to(logits.device), logits.float())
 
     def _kept_logits(self, hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Draft logits `[sum(lengths), v]` of the first `lengths` `[n]` drafted slots of blocks `[n, B, d]`."""
+        """Draft logits `[sum(lengths), v]` of the first `lengths` `[n]` drafted slots of blocks `[n, size, d]`."""
         drafted = self.drafter.drafted(hidden)
         return self._logits(drafted[torch.arange(drafted.shape[1], device=hidden.device) < lengths[:, None]])
 
-    def _block_hidden(self, anchors, positions, served: list[int]) -> torch.Tensor:
-        """Runs the drafter on the blocks of the rows `served` and on all context that it hasn't seen; hidden states
-        `[len(served), B, d]`."""
-        size, rows, device = self.config.block_size, len(anchors), self.drafter.device
+    def _block_hidden(self, anchors, positions, served: list[int], size: int) -> torch.Tensor:
+        """Runs the drafter on blocks of `size` slots of the rows `served` and on all context that it hasn't seen;
+        hidden states `[len(served), size, d]`."""
+        rows, device = len(anchors), self.drafter.device
         chosen = torch.tensor(served, device=anchors.device)
         noise_ids = anchors.new_full((len(served), size), self.config.mask_token_id)
         noise_ids[:, 0] = anchors[chosen]
@@ -275,7 +289,7 @@ class DiffusionCandidateGenerator(CandidateGenerator):
             key_rows=torch.cat([context_rows.to(device), block_rows]),
             key_positions=key_positions,
             block_ends=positions + size - 1,
-            ring=None if self.window is None else self.window + size,
+            ring=None if self.window is None else self.window + self.config.block_size,
             span=span,
         )
         self._cache.begin(batch)

@@ -59,12 +59,13 @@ class CostModel:
         """Seconds of target passes over `first` to `last` packed tokens, `[last - first + 1]`."""
         return _between(np.arange(first, last + 1), self.tokens, self.verify) + slots * self.slot_verify
 
-    def draft_seconds(self, rows: int, context: int, slots: int) -> float:
+    def draft_seconds(self, rows: int, context: int, slots: int, share: float = 1.0) -> float:
         """Seconds of a drafter pass over `rows` blocks that also reads `context` committed tokens, one per row being
-        the usual."""
+        the usual. Of each block only a `share` of its slots is drafted: taken to cost what so many fewer whole blocks
+        do, though never less than one."""
         late = max(0, context - 2 * rows)
         return (
-            float(_between(np.array([rows]), self.rows, self.draft)[0])
+            float(_between(np.array([rows * share]), self.rows, self.draft)[0])
             + late * self.catch_up
             + slots * self.slot_draft
         )

@@ -55,25 +55,28 @@ class AdaptiveLengthHead(HubModel):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Args:
-            hidden_states: `[n, block_size, hidden_size]`, the drafter's final hidden states of n whole blocks.
+            hidden_states: `[n, block_size, hidden_size]`, the drafter's final hidden states of n blocks; for
+                `survival`, blocks may have fewer slots.
 
         Returns:
-            Logits in the head's dtype: `[n]` for `length`, `[n, num_drafted_tokens]` for `survival`.
+            Logits in the head's dtype: `[n]` for `length`; for `survival` one for each drafted slot,
+            `[n, num_drafted_tokens]` for whole blocks.
         """
         hidden_states = hidden_states.to(self.down.weight.dtype)
         mean = hidden_states.mean(dim=1, keepdim=True)
         if self.config.kind == "length":
             position = hidden_states[:, -1:]
         else:
-            position = hidden_states[:, -self.config.num_drafted_tokens :]
+            position = hidden_states[:, self.config.block_size - self.config.num_drafted_tokens :]
         z = nn.functional.silu(self.down(torch.cat([mean.expand_as(position), position], dim=-1)))
         z = z + nn.functional.silu(self.res(z))
         logits = self.out(z).squeeze(-1)
         if self.config.kind == "length":
             return logits.squeeze(-1)
+        depth = logits.shape[-1]
         if self.position_scale is not None:
-            logits = logits * self.position_scale
-        return logits + self.position_bias
+            logits = logits * self.position_scale[:depth]
+        return logits + self.position_bias[:depth]
 
     def candidate_lengths(self, hidden_states, rate: float = 1.0, minimum: int = 1, threshold: float = 0.1):
         """Candidate lengths `[n]` (int64), anchor slot included: length c verifies c - 1 drafted tokens.

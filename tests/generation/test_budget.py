@@ -8,11 +8,15 @@ import pytest
 import torch
 from tiny import VOCAB, make_drafter, make_target, ragged_prompts
 
+from adaflash_hf.configuration_adaflash import AdaptiveLengthConfig
 from adaflash_hf.generation import costs as costs_module
 from adaflash_hf.generation.acceptance import RunningAcceptance, lookup_classes
 from adaflash_hf.generation.budget import Budget, allocate, best_rate
+from adaflash_hf.generation.candidate_generator import DiffusionCandidateGenerator
 from adaflash_hf.generation.costs import TOKENS, CostModel, describe, forget_costs, load_costs, measure
 from adaflash_hf.generation.lookup import ALIKE, MIXED, ONCE, LookupDraft, NgramIndex
+from adaflash_hf.modeling_length_head import AdaptiveLengthHead
+from adaflash_hf.target import Target
 
 
 FLAT = CostModel(tokens=[1, 64], verify=[1.0, 1.1], rows=[1, 8], draft=[0.1, 0.1])
@@ -55,35 +59,118 @@ def test_nothing_is_verified_that_cannot_survive():
     assert allocate(survival, 1.0 - 1e-16 * np.arange(5) * 4).tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("blocks", [None, [(3, 4), (1, 2), (2, 3)]])
 @pytest.mark.parametrize("seed", range(20))
-def test_route_equals_brute_force(seed):
-    """Curves of one family per source: the rows chosen for the drafter are the best set of all."""
+def test_route_equals_brute_force(seed, blocks):
+    """Curves of one family per source: the rows chosen for the drafter, and the block, are the best of all."""
     rng = np.random.default_rng(seed)
     rows, width = 3, 3
-    budget = Budget(CostModel([1, 12], [1.0, 2.0], [1, 3], [0.15, 0.3]), drafted=width, lookup_tokens=width)
+    costs = CostModel([1, 12], [1.0, 2.0], [1, 3], [0.15, 0.3 + 0.5 * rng.random()])
+    budget = Budget(costs, drafted=width, lookup_tokens=width, blocks=blocks)
     lookup = rng.random((rows, 1)) ** np.arange(1, width + 1)
     drafter = np.tile(rng.random() ** np.arange(1, width + 1), (rows, 1))
-    served = budget.route(lookup, drafter, slots=0, catching_up=0)
+    served, block = budget.route(lookup, drafter, slots=0, catching_up=0)
 
-    def rate_of(chosen):
-        mixed = np.where(np.array(chosen)[:, None], drafter, lookup)
+    def rate_of(chosen, block):
+        mixed = np.where(np.array(chosen)[:, None], drafter * (np.arange(width) < block[0]), lookup)
         seconds = budget.costs.verify_seconds(rows, rows + mixed.size, 0)
         if any(chosen):
-            seconds = seconds + budget.costs.draft_seconds(sum(chosen), 0, 0)
+            seconds = seconds + budget.costs.draft_seconds(sum(chosen), 0, 0, block[1] / (width + 1))
         return best_rate(mixed, seconds)
 
-    best = max(rate_of(chosen) for chosen in itertools.product([False, True], repeat=rows))
-    assert rate_of(served) == pytest.approx(best)
+    choices = itertools.product(itertools.product([False, True], repeat=rows), blocks or [(width, width + 1)])
+    best = max(rate_of(chosen, block) for chosen, block in choices)
+    assert rate_of(served, block) == pytest.approx(best)
+
+
+def test_narrow_blocks_are_drafted_where_slots_cost():
+    """Eight rows: where drafting costs by the slot a narrow block, where slots are free the whole one."""
+    by_slot, free = (CostModel([1, 64], [1.0, 1.2], [1, 8], [0.1, most]) for most in (0.8, 0.1))
+    widths = {}
+    for costs in (by_slot, free):
+        budget = Budget(costs, drafted=5, lookup_tokens=0, blocks=[(5, 6), (1, 2), (2, 3), (3, 4), (4, 5)])
+        expected = budget.drafter_survival([9] * 8)
+        served, block = budget.route(np.zeros_like(expected), expected, 0, 0)
+        assert served.all()
+        widths[costs.draft[1]] = block
+    assert widths[0.1] == (5, 6) and widths[0.8][1] < 4
+
+
+@pytest.mark.parametrize("convention", ["fill_in", "sample_from_anchor"])
+def test_a_narrow_block_is_a_block_of_a_narrower_drafter(convention):
+    """Hidden states, drafted slots and survival of blocks of 3 slots equal those of the same weights configured for 3
+    slots, also after whole blocks have been drafted."""
+    target, drafter = make_target(), make_drafter(label_convention=convention, block_size=6)
+    narrow = make_drafter(label_convention=convention, block_size=3)
+    narrow.load_state_dict({k: v for k, v in drafter.state_dict().items() if "length_head" not in k}, strict=False)
+    generators = []
+    for model in (drafter, narrow):
+        generators.append(DiffusionCandidateGenerator(model, Target(target, model.config), costs=FLAT))
+    features = torch.randn(8, len(drafter.config.target_layer_ids) * drafter.config.hidden_size)
+    places = torch.arange(2).repeat_interleave(4), torch.arange(4).repeat(2)
+    anchors, ends = torch.tensor([3, 5]), torch.tensor([4, 4])
+    for generator in generators:
+        generator.observe(features, *places)
+    generators[0]._block_hidden(anchors, ends, [0, 1], 6)
+    generators[1]._block_hidden(anchors, ends, [0, 1], 3)
+    for generator in generators:
+        generator.observe(features[:2], torch.arange(2), ends)
+    wide, slim = (g._block_hidden(anchors, ends + 1, [0, 1], 3) for g in generators)
+    torch.testing.assert_close(wide, slim)
+    assert torch.equal(drafter.drafted(wide), narrow.drafted(wide))
+    blocks = generators[0].budget.blocks
+    assert blocks[0][1] == 6 and len(blocks) > 3
+    assert all(slots == tokens + (convention == "fill_in") for tokens, slots in blocks)
+
+
+def test_only_whole_blocks_where_narrow_ones_cannot_be_read():
+    """With a context window narrow blocks would take a wider one's remains for context; a `length` head reads the
+    last slot of a whole block."""
+    target, plain, windowed = make_target(), make_drafter(), make_drafter()
+    windowed.generation_config.context_window = 4
+    headed = make_drafter(head="length")
+
+    def blocks(drafter):
+        return DiffusionCandidateGenerator(drafter, Target(target, drafter.config), costs=FLAT).budget.blocks
+
+    assert len(blocks(plain)) > 1 and len(blocks(windowed)) == len(blocks(headed)) == 1
+
+
+def test_a_survival_head_judges_narrow_blocks():
+    head = AdaptiveLengthHead(AdaptiveLengthConfig(kind="survival", hidden_size=8, block_size=6, bottleneck_size=4))
+    head.recalibrate(torch.full((5,), 2.0), torch.arange(5.0))
+    hidden = torch.randn(3, 6, 8)
+    hidden[:, 2:] = hidden[:, :2].mean(dim=1, keepdim=True)  # so that the block's mean doesn't tell its width
+    torch.testing.assert_close(head(hidden[:, :2]), head(hidden)[:, :1])
+
+
+def test_greedy_output_is_the_targets_whatever_block_is_drafted(monkeypatch):
+    """A batch whose blocks are as wide, and rows served, as chance has it."""
+    target, drafter = make_target(), make_drafter(block_size=6)
+    drafter.generation_config.lookup_tokens = 0
+    ids, mask = ragged_prompts((7, 4, 9))
+    rng, used = np.random.default_rng(0), set()
+
+    def route(self, lookup, drafter, slots, late):
+        block = self.blocks[rng.integers(len(self.blocks))]
+        used.add(block[1])
+        return rng.random(len(lookup)) < 0.7, block
+
+    monkeypatch.setattr(Budget, "route", route)
+    options = {"max_new_tokens": 24, "do_sample": False, "attention_mask": mask}
+    output = target.generate(ids, assistant_model=drafter, **options)
+    assert torch.equal(output, target.generate(ids, **options))
+    assert used == {6, 2, 3, 4, 5}
 
 
 def test_nothing_is_verified_where_it_does_not_pay():
     budget = Budget(STEEP, drafted=4, lookup_tokens=0)
     room = [9, 9]
     expected = budget.drafter_survival(room)
-    assert not budget.route(np.zeros_like(expected), expected, 0, 0).any()
+    assert not budget.route(np.zeros_like(expected), expected, 0, 0)[0].any()
     assert budget.lengths(expected, 0, 0, 0).tolist() == [0, 0]
     cheap = Budget(FLAT, drafted=4, lookup_tokens=0)
-    assert cheap.route(np.zeros_like(expected), expected, 0, 0).all()
+    assert cheap.route(np.zeros_like(expected), expected, 0, 0)[0].all()
     assert cheap.lengths(expected, 2, 0, 0).tolist() == [4, 4]
 
 
@@ -94,11 +181,11 @@ def test_a_backlog_is_charged_to_the_steps_that_it_serves():
     nothing = np.zeros((4, 5))
 
     def served(room):
-        return budget.route(nothing, budget.drafter_survival(room), 0, Budget.spread(400, room))
+        return budget.route(nothing, budget.drafter_survival(room), 0, Budget.spread(400, room))[0]
 
     assert served([60] * 4).all()
     assert not served([1] * 4).any()
-    assert not budget.route(nothing, budget.drafter_survival([60] * 4), 0, 400).any()
+    assert not budget.route(nothing, budget.drafter_survival([60] * 4), 0, 400)[0].any()
 
 
 @pytest.mark.parametrize("costs", [FLAT, STEEP, CostModel([1, 2, 8], [1.0, 2.5, 9.0], [1], [0.1])])
@@ -118,9 +205,9 @@ def test_only_a_row_that_lags_is_drafted_for_where_passes_go_on_for_it():
     budget = Budget(costs, drafted=2, lookup_tokens=0)
     room = [60, 10, 10, 10]
     nothing, expected = np.zeros((4, 2)), budget.drafter_survival(room)
-    assert not budget.route(nothing, expected, 0, 0).any()
+    assert not budget.route(nothing, expected, 0, 0)[0].any()
     worth = budget.worth(room)[:, None]
-    assert budget.route(nothing, expected * worth, 0, 0).tolist() == [True, False, False, False]
+    assert budget.route(nothing, expected * worth, 0, 0)[0].tolist() == [True, False, False, False]
     lengths = budget.lengths(expected * worth, 1, 0, 0)
     assert lengths[0] > 0 and not lengths[1:].any()
 

@@ -7,12 +7,14 @@ conditionals of the third token are also tested by themselves.
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2
 from tiny import make_drafter, make_target
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from adaflash_hf.generation.budget import Budget
 from adaflash_hf.generation.candidate_generator import DiffusionCandidateGenerator
 
 
@@ -90,6 +92,18 @@ def test_distribution(options, policy):
     if "top_p" in options:
         warpers.append(TopPLogitsWarper(options["top_p"]))
     check(sample_counts(target, drafter, options), exact_joint(target, warpers))
+
+
+def test_distribution_with_blocks_of_any_width(monkeypatch):
+    """Width and rows served as chance has it, before a token is drawn."""
+    rng = np.random.default_rng(0)
+
+    def route(self, lookup, drafter, slots, late):
+        return rng.random(len(lookup)) < 0.7, self.blocks[rng.integers(len(self.blocks))]
+
+    monkeypatch.setattr(Budget, "route", route)
+    target, drafter = make_target(**SETTINGS), make_drafter(head="survival", **SETTINGS)
+    check(sample_counts(target, drafter, {}), exact_joint(target, LogitsProcessorList()))
 
 
 def test_draft_vocabulary_and_slow_path():
