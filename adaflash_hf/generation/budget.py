@@ -50,10 +50,12 @@ def allocate(survival: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     return np.minimum(lengths, (survival > 0).sum(axis=1))
 
 
-def best_rate(survival: np.ndarray, seconds: np.ndarray) -> float:
-    """Expected tokens per second of that choice; arguments as in `allocate`."""
-    order = np.sort(survival, axis=None)[::-1]
-    return float(((len(survival) + np.concatenate([[0.0], order.cumsum()])) / seconds).max())
+def best_rate(survival: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Expected tokens per second of that choice, `[...]`; arguments as in `allocate`, or many of them: survival
+    `[..., rows, K]`, seconds `[..., rows * K + 1]`."""
+    tokens = np.full(seconds.shape, float(survival.shape[-2]))
+    tokens[..., 1:] -= np.sort(-survival.reshape(*survival.shape[:-2], -1), axis=-1).cumsum(axis=-1)
+    return (tokens / seconds).max(axis=-1)
 
 
 class Budget:
@@ -112,19 +114,21 @@ class Budget:
         return min(1.5, (PRIOR_WEIGHT + self._kept) / (PRIOR_WEIGHT + self._promised))
 
     def judged(self, survival: np.ndarray) -> np.ndarray:
-        """The length head's survival `[n, drafted]`, corrected by what it was worth in this call."""
-        return np.minimum(survival * self.trust ** np.arange(1, survival.shape[1] + 1), 1.0)
+        """The length head's survival `[n, drafted]`, each step of it corrected by what it was worth in this call."""
+        before = np.concatenate([np.ones((len(survival), 1)), survival[:, :-1]], axis=1)
+        steps = np.divide(survival, before, out=np.zeros_like(survival), where=before > 0)
+        return np.minimum(steps * self.trust, 1.0).cumprod(axis=1)
 
     def promise(self, survival: np.ndarray, lengths: np.ndarray) -> None:
         """Notes what the length head says of the rows whose drafts it judged: `survival` `[n, k]` of the k tokens of
-        their blocks, and the number of positions `[n]` that are verified. The others count as tried with the outcome
-        it names."""
+        their blocks, 0 past a row's room, and the number of positions `[n]` that are verified. The others, where there
+        was room, count as tried with the outcome it names."""
         depth = survival.shape[1]
         chosen = np.arange(depth) < lengths[:, None]
         self._promised += float((survival * chosen).sum())
         before = np.concatenate([np.ones((len(survival), 1)), survival[:, :-1]], axis=1)
         self.drafter.accepted[:depth] += np.where(chosen, 0.0, survival).sum(axis=0)
-        self.drafter.tried[:depth] += np.where(chosen, 0.0, before).sum(axis=0)
+        self.drafter.tried[:depth] += np.where(chosen | (survival == 0), 0.0, before).sum(axis=0)
 
     def worth(self, room: list[int]) -> np.ndarray:
         """What a committed token of each row is worth, float64 `[rows]` of mean 1, where no further rows wait.
@@ -156,28 +160,26 @@ class Budget:
         """
         rows, whole = len(lookup), self.blocks[0]
         verify = self.costs.verify_seconds(rows, rows + lookup.size, slots)
-        best, chosen, highest = np.zeros(0, dtype=int), whole, best_rate(lookup, verify)
+        best, chosen, highest = np.zeros(rows, dtype=bool), whole, best_rate(lookup, verify)
         for block in self.blocks:
             survival = np.where(np.arange(drafter.shape[1]) < block[0], drafter, 0.0)
             gain = survival.sum(axis=1) - lookup.sum(axis=1)
-            order = np.argsort(-gain, kind="stable")
             most = int((gain > 0).sum())
-            for number in range(1, most + 1):
-                if number > 8 and number & (number - 1) and number != most:
-                    continue
-                draft = self._draft_seconds(number, block, slots, catching_up)
-                if block is not whole and draft >= self._draft_seconds(number, whole, slots, catching_up):
-                    continue
-                mixed = lookup.copy()
-                mixed[order[:number]] = survival[order[:number]]
-                rate = best_rate(mixed, verify + draft)
-                if rate > highest:
-                    best, chosen, highest = order[:number], block, rate
-        served = np.zeros(rows, dtype=bool)
-        served[best] = True
-        return served, chosen
+            numbers = np.array([n for n in range(1, most + 1) if n <= 8 or n & (n - 1) == 0 or n == most], dtype=int)
+            draft = self._draft_seconds(numbers, block, slots, catching_up)
+            if block is not whole:
+                cheaper = draft < self._draft_seconds(numbers, whole, slots, catching_up)
+                numbers, draft = numbers[cheaper], draft[cheaper]
+            if not len(numbers):
+                continue
+            rank = np.argsort(np.argsort(-gain, kind="stable"))
+            served = rank < numbers[:, None]
+            rates = best_rate(np.where(served[..., None], survival, lookup), verify + draft[:, None])
+            if rates.max() > highest:
+                best, chosen, highest = served[rates.argmax()], block, rates.max()
+        return best, chosen
 
-    def _draft_seconds(self, rows: int, block: tuple[int, int], slots: int, late: int) -> float:
+    def _draft_seconds(self, rows: int | np.ndarray, block: tuple[int, int], slots: int, late: int) -> np.ndarray:
         return self.costs.draft_seconds(rows, late, slots, block[1] / self.blocks[0][1])
 
     def lengths(

@@ -59,16 +59,13 @@ class CostModel:
         """Seconds of target passes over `first` to `last` packed tokens, `[last - first + 1]`."""
         return _between(np.arange(first, last + 1), self.tokens, self.verify) + slots * self.slot_verify
 
-    def draft_seconds(self, rows: int, context: int, slots: int, share: float = 1.0) -> float:
+    def draft_seconds(self, rows: int | np.ndarray, context: int, slots: int, share: float = 1.0) -> np.ndarray:
         """Seconds of a drafter pass over `rows` blocks that also reads `context` committed tokens, one per row being
-        the usual. Of each block only a `share` of its slots is drafted: taken to cost what so many fewer whole blocks
-        do, though never less than one."""
-        late = max(0, context - 2 * rows)
-        return (
-            float(_between(np.array([rows * share]), self.rows, self.draft)[0])
-            + late * self.catch_up
-            + slots * self.slot_draft
-        )
+        the usual; for an array of `rows`, of a pass over so many each. Of each block only a `share` of its slots is
+        drafted: taken to cost what so many fewer whole blocks do, though never less than one."""
+        late = np.maximum(0, context - 2 * np.asarray(rows))
+        blocks = np.asarray(rows) * share
+        return _between(blocks, self.rows, self.draft) + late * self.catch_up + slots * self.slot_draft
 
 
 def _between(sizes: np.ndarray, measured: list[int], seconds: list[float]) -> np.ndarray:

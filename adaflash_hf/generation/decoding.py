@@ -26,7 +26,7 @@ from .processing import TargetChoice
 from .queue import Queue, take_queue
 from .rows import Rows
 from .statistics import AdaFlashStatistics, GenerateAdaFlashOutput, report
-from .stopping import Stopping
+from .stopping import Stopping, longest
 
 
 @torch.no_grad()
@@ -57,11 +57,18 @@ def assisted_decoding(
     # 1. Set up.
     target, inputs_at = Target(model, drafter.config), input_device(model, input_ids)
     batch_size = input_ids.shape[0]
-    queue = take_queue() or Queue(batch_size)
+    queue = take_queue()
+    if queue is not None and generation_config.num_return_sequences > 1:
+        raise AdaFlashValueError(
+            "`num_return_sequences` can't be used with a queue of prompts: call `generate` instead."
+        )
+    queue = queue or Queue(batch_size)
     keep = generation_config.return_dict_in_generate
     keep_cache = keep or getattr(cache, "_is_user_defined", False)
     choice = TargetChoice(logits_processor, generation_config.do_sample, keep and generation_config.output_scores)
-    weighs_costs = drafter.generation_config.length_policy == "budget"
+    policy = drafter.generation_config
+    drafts_at_all = 0 not in (policy.num_assistant_tokens, generation_config.num_assistant_tokens)
+    weighs_costs = policy.length_policy == "budget" and drafts_at_all and not drafter.draft_processors
     generator = DiffusionCandidateGenerator(
         drafter,
         target,
@@ -72,8 +79,7 @@ def assisted_decoding(
         target_costs(target, drafter, inputs_at) if weighs_costs else None,
     )
     pad = generation_config._pad_token_tensor
-    max_length = min(generation_config.max_length, stopping_criteria.max_length or generation_config.max_length)
-    rows = Rows(input_ids, mask, max_length, int(pad) if pad is not None else 0)
+    rows = Rows(input_ids, mask, longest(stopping_criteria, input_ids.shape[1]), int(pad) if pad is not None else 0)
     stopping, stream = Stopping(stopping_criteria, rows), Stream(streamer, rows)
     statistics = AdaFlashStatistics.of(batch_size)
     ragged_cache = RaggedCache(offloaded=cache.offloading)

@@ -70,7 +70,12 @@ def generate_many(
     """
     if max_live_rows < 1:
         raise AdaFlashValueError(f"`max_live_rows` is {max_live_rows}: use 1 or more.")
-    for key in ("input_ids", "attention_mask", "num_return_sequences", "return_dict_in_generate", "streamer"):
+    if not isinstance(drafter, AdaFlashDrafter):
+        raise AdaFlashValueError(
+            f"`drafter` is a {type(drafter).__name__}: load it with `AdaFlashDrafter.from_pretrained`, or call `generate`."
+        )
+    alone = ("input_ids", "attention_mask", "num_return_sequences", "return_dict_in_generate", "streamer")
+    for key in (*alone, "speculation_type"):
         if key in options:
             raise AdaFlashValueError(f"`{key}` can't be used with a queue of prompts: call `generate` instead.")
     if not prompts:
@@ -91,6 +96,10 @@ def generate_many(
     try:
         with bar:
             model.generate(**left_padded(prompts, model.device), assistant_model=drafter, **options)
+        if take_queue() is not None:
+            raise AdaFlashValueError(
+                "`speculation_type` of the generation config sent the queue through another loop: set it to None there."
+            )
     finally:
         _queue.reset(token)
     return answers

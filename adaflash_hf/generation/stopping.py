@@ -11,6 +11,12 @@ from transformers.generation import stopping_criteria as hf
 from .rows import Rows
 
 
+def longest(criteria: StoppingCriteriaList, prompt_width: int) -> int:
+    """Columns at which every row ends. The user's length criteria take the place of the call's `max_length`, and as
+    plain `generate` asks after a token has been chosen, one comes out whatever they say."""
+    return max(min(c.max_length for c in criteria if type(c) is hf.MaxLengthCriteria), prompt_width + 1)
+
+
 class Stopping:
     """When rows end.
 

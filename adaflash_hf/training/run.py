@@ -57,9 +57,13 @@ def run_training(
         drafter = make_drafter(target, shape, dataset) if named is None else named
     trainer = AdaFlashTrainer(drafter, target, args, train_dataset=dataset, rollout_worker=worker)
     trainer.train(resume_from_checkpoint=True)
-    if dataset is not None and drafter.length_head is not None and args.world_size == 1:
-        calibrate_head(trainer, dataset)
     trainer.save_drafter(output / "drafter")
+    if dataset is not None and drafter.length_head is not None:
+        if args.world_size == 1:
+            calibrate_head(trainer, dataset)
+            trainer.save_drafter(output / "drafter")
+        else:
+            logger.warning("The length head isn't calibrated: run the same command once more in one process for that.")
     return output / "drafter"
 
 

@@ -270,6 +270,41 @@ def test_a_head_that_promises_too_much_is_trusted_less():
     assert budget.drafter.rates[0] < 0.2
 
 
+def test_corrected_survival_falls_and_stays_a_probability():
+    """A head that promised too little: what it says next is raised, but never above 1 nor above the position before."""
+    budget = Budget(FLAT, drafted=3, lookup_tokens=0)
+    curves = np.array([[0.5, 0.45, 0.42]])
+    for _ in range(30):
+        budget.promise(budget.judged(curves), np.array([1]))
+        budget.learn([1], [1], [None])
+    assert budget.trust > 1.2
+    judged = budget.judged(curves)
+    assert (np.diff(judged) <= 0).all() and judged[0, 0] > 0.6
+    assert (budget.drafter.rates <= 1).all()
+
+
+def test_positions_without_room_teach_nothing():
+    budget = Budget(FLAT, drafted=3, lookup_tokens=0)
+    before = budget.drafter.rates
+    for _ in range(20):
+        budget.promise(np.array([[0.9, 0.0, 0.0]]), np.array([1]))
+    assert budget.drafter.rates[1:] == pytest.approx(before[1:])
+
+
+def test_nothing_is_measured_where_nothing_is_drafted(monkeypatch):
+    """`num_assistant_tokens` 0, of the drafter or of the call."""
+    from adaflash_hf.generation import decoding
+
+    monkeypatch.setattr(decoding, "target_costs", lambda *arguments: pytest.fail("measured"))
+    target, drafter = make_target(), make_drafter()
+    ids, _ = ragged_prompts((5,))
+    options = {"max_new_tokens": 4, "do_sample": False}
+    plain = target.generate(ids, **options)
+    assert torch.equal(target.generate(ids, assistant_model=drafter, num_assistant_tokens=0, **options), plain)
+    drafter.generation_config.num_assistant_tokens = 0
+    assert torch.equal(target.generate(ids, assistant_model=drafter, **options), plain)
+
+
 def test_judged_but_unverified_positions_teach_the_route():
     """A head that sees no chance keeps the drafter from running again, though nothing was verified."""
     budget = Budget(FLAT, drafted=2, lookup_tokens=0)

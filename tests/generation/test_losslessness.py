@@ -254,6 +254,19 @@ def test_the_returned_cache_serves_a_plain_second_turn(name, oracle):
     assert torch.equal(turns[0], turns[1])
 
 
+@pytest.mark.parametrize("limits", [[4], [5], [20], [30, 10], [10, 30]], ids=str)
+def test_length_criteria_take_the_place_of_max_length(limits, oracle):
+    """Inside the prompt, at its end, beyond `max_new_tokens`, and several of them."""
+    target, drafter = make_target(), make_drafter()
+    ids, _ = ragged_prompts((5,))
+    oracle(target.generate(ids, max_new_tokens=40, do_sample=False), every=100)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    criteria = StoppingCriteriaList([MaxLengthCriteria(max_length=n) for n in limits])
+    plain = target.generate(ids, stopping_criteria=criteria, **options)
+    assert plain.shape[1] == max(6, min(limits))
+    assert torch.equal(target.generate(ids, assistant_model=drafter, stopping_criteria=criteria, **options), plain)
+
+
 def test_a_shorter_max_length_criterion(oracle):
     target, drafter = make_target(), make_drafter()
     ids, _ = ragged_prompts((5,))

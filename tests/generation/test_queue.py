@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tiny import VOCAB, make_drafter, make_target
+from transformers import GenerationConfig
 
 from adaflash_hf import AdaFlashValueError, generate_many
 
@@ -69,12 +70,16 @@ def test_nested_calls_are_ordinary():
         ({"prompts": [[1], []]}, "Prompt 1"),
         ({"num_return_sequences": 2}, "num_return_sequences"),
         ({"return_dict_in_generate": True}, "return_dict_in_generate"),
+        ({"generation_config": GenerationConfig(num_return_sequences=2, do_sample=True)}, "num_return_sequences"),
+        ({"speculation_type": "dflash"}, "speculation_type"),
+        ({"generation_config": GenerationConfig(speculation_type="dflash")}, "speculation_type"),
+        ({"drafter": make_target()}, "drafter"),
     ],
 )
 def test_refusals(arguments, key):
     settings = {"prompts": [[1, 2]], "progress_bar": False, "max_new_tokens": 3, **arguments}
     with pytest.raises(AdaFlashValueError, match=key):
-        generate_many(make_target(), make_drafter(), **settings)
+        generate_many(make_target(), **{"drafter": make_drafter(), **settings})
 
 
 def test_no_prompts():
