@@ -72,7 +72,7 @@ def generate_many(
         raise AdaFlashValueError(f"`max_live_rows` is {max_live_rows}: use 1 or more.")
     if not isinstance(drafter, AdaFlashDrafter):
         raise AdaFlashValueError(
-            f"`drafter` is a {type(drafter).__name__}: load it with `AdaFlashDrafter.from_pretrained`, or call `generate`."
+            f"`drafter` is a {type(drafter).__name__}: load one with `AdaFlashDrafter.from_pretrained`."
         )
     alone = ("input_ids", "attention_mask", "num_return_sequences", "return_dict_in_generate", "streamer")
     for key in (*alone, "speculation_type"):
@@ -98,7 +98,7 @@ def generate_many(
             model.generate(**left_padded(prompts, model.device), assistant_model=drafter, **options)
         if take_queue() is not None:
             raise AdaFlashValueError(
-                "`speculation_type` of the generation config sent the queue through another loop: set it to None there."
+                "`speculation_type` of the generation config sent the queue through another loop: set it to None."
             )
     finally:
         _queue.reset(token)

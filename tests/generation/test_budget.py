@@ -271,7 +271,7 @@ def test_a_head_that_promises_too_much_is_trusted_less():
 
 
 def test_corrected_survival_falls_and_stays_a_probability():
-    """A head that promised too little: what it says next is raised, but never above 1 nor above the position before."""
+    """A head that promised too little: what it says is raised, but never above 1 nor above the position before."""
     budget = Budget(FLAT, drafted=3, lookup_tokens=0)
     curves = np.array([[0.5, 0.45, 0.42]])
     for _ in range(30):
