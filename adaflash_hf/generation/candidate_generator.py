@@ -192,7 +192,7 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         """
         if self.budget is not None:
             return self._draft_within_budget(anchors, positions, room, waiting)
-        hidden = self._block_hidden(anchors, positions, list(range(len(anchors))), self.config.block_size)
+        hidden = self._block_hidden(anchors, positions, list(range(len(anchors))))
         lengths = self.length_processor.choose(hidden, room.to(hidden.device))
         logits = self._kept_logits(hidden, lengths)
         if self.draft_processors:
@@ -260,9 +260,10 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         drafted = self.drafter.drafted(hidden)
         return self._logits(drafted[torch.arange(drafted.shape[1], device=hidden.device) < lengths[:, None]])
 
-    def _block_hidden(self, anchors, positions, served: list[int], size: int) -> torch.Tensor:
-        """Runs the drafter on blocks of `size` slots of the rows `served` and on all context that it hasn't seen;
-        hidden states `[len(served), size, d]`."""
+    def _block_hidden(self, anchors, positions, served: list[int], size: int | None = None) -> torch.Tensor:
+        """Runs the drafter on blocks of `size` slots, whole ones by default, of the rows `served` and on all context
+        that it hasn't seen; hidden states `[len(served), size, d]`."""
+        size = self.config.block_size if size is None else size
         rows, device = len(anchors), self.drafter.device
         chosen = torch.tensor(served, device=anchors.device)
         noise_ids = anchors.new_full((len(served), size), self.config.mask_token_id)
