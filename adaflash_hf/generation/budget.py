@@ -58,6 +58,16 @@ def best_rate(survival: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     return (tokens / seconds).max(axis=-1)
 
 
+def numbers_to_weigh(most: int, each: int) -> list[int]:
+    """Numbers from 1 to `most` among which the best is sought: all up to `each`, then powers of 2, and `most`."""
+    return [n for n in range(1, most + 1) if n <= each or n & (n - 1) == 0 or n == most]
+
+
+def _before(survival: np.ndarray) -> np.ndarray:
+    """Survival `[n, k]` of the position before each one, 1 before the first."""
+    return np.concatenate([np.ones((len(survival), 1)), survival[:, :-1]], axis=1)
+
+
 class Budget:
     """State of the policy during one call.
 
@@ -115,7 +125,7 @@ class Budget:
 
     def judged(self, survival: np.ndarray) -> np.ndarray:
         """The length head's survival `[n, drafted]`, each step of it corrected by what it was worth in this call."""
-        before = np.concatenate([np.ones((len(survival), 1)), survival[:, :-1]], axis=1)
+        before = _before(survival)
         steps = np.divide(survival, before, out=np.zeros_like(survival), where=before > 0)
         return np.minimum(steps * self.trust, 1.0).cumprod(axis=1)
 
@@ -126,7 +136,7 @@ class Budget:
         depth = survival.shape[1]
         chosen = np.arange(depth) < lengths[:, None]
         self._promised += float((survival * chosen).sum())
-        before = np.concatenate([np.ones((len(survival), 1)), survival[:, :-1]], axis=1)
+        before = _before(survival)
         self.drafter.accepted[:depth] += np.where(chosen, 0.0, survival).sum(axis=0)
         self.drafter.tried[:depth] += np.where(chosen | (survival == 0), 0.0, before).sum(axis=0)
 
@@ -164,8 +174,7 @@ class Budget:
         for block in self.blocks:
             survival = np.where(np.arange(drafter.shape[1]) < block[0], drafter, 0.0)
             gain = survival.sum(axis=1) - lookup.sum(axis=1)
-            most = int((gain > 0).sum())
-            numbers = np.array([n for n in range(1, most + 1) if n <= 8 or n & (n - 1) == 0 or n == most], dtype=int)
+            numbers = np.array(numbers_to_weigh(int((gain > 0).sum()), each=8), dtype=int)
             draft = self._draft_seconds(numbers, block, slots, catching_up)
             if block is not whole:
                 cheaper = draft < self._draft_seconds(numbers, whole, slots, catching_up)

@@ -19,7 +19,7 @@ from ..kernels.packed_linear import HalfPackedLinear
 from ..modeling_adaflash import AdaFlashDrafter
 from ..target import Target
 from .attention import PackedBatch
-from .budget import Budget
+from .budget import Budget, numbers_to_weigh
 from .cache import RaggedCache
 from .costs import CostModel
 from .logits_process import AdaptiveLengthLogitsProcessor, is_masked
@@ -108,8 +108,8 @@ class DiffusionCandidateGenerator(CandidateGenerator):
             policy = drafter.generation_config
             caps = [n for n in (most, policy.num_assistant_tokens) if n is not None]
             lookup_tokens = min([policy.lookup_tokens, *caps])
-            most = self.length_processor.most
-            self.budget = Budget(costs, most, lookup_tokens, do_sample, self._blocks(most))
+            drafted = self.length_processor.most
+            self.budget = Budget(costs, drafted, lookup_tokens, do_sample, self._blocks(drafted))
         self._texts: list[NgramIndex] = []
         self.draft_processors = LogitsProcessorList(draft_processors or [])
         self.token_ids = drafter.draft_token_ids if config.draft_vocab_size is not None else None
@@ -128,8 +128,7 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         blocks = [(most, self.config.block_size)]
         if self.window is None and (head is None or head.config.kind == "survival"):
             spare = self.config.block_size - whole
-            counts = [n for n in range(1, most + 1) if n < whole and (n <= 4 or n & (n - 1) == 0 or n == most)]
-            blocks += [(n, n + spare) for n in counts]
+            blocks += [(n, n + spare) for n in numbers_to_weigh(most, each=4) if n < whole]
         return blocks
 
     def admit(self, tokens: list[int]) -> None:

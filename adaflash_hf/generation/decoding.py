@@ -57,12 +57,7 @@ def assisted_decoding(
     # 1. Set up.
     target, inputs_at = Target(model, drafter.config), input_device(model, input_ids)
     batch_size = input_ids.shape[0]
-    queue = take_queue()
-    if queue is not None and generation_config.num_return_sequences > 1:
-        raise AdaFlashValueError(
-            "`num_return_sequences` can't be used with a queue of prompts: call `generate` instead."
-        )
-    queue = queue or Queue(batch_size)
+    queue = take_queue() or Queue(batch_size)
     keep = generation_config.return_dict_in_generate
     keep_cache = keep or getattr(cache, "_is_user_defined", False)
     choice = TargetChoice(logits_processor, generation_config.do_sample, keep and generation_config.output_scores)

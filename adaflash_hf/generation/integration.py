@@ -21,6 +21,7 @@ from ..modeling_adaflash import AdaFlashDrafter
 from ..target import Target
 from .attention import ragged_attention
 from .logits_process import AdaptiveLengthLogitsProcessor
+from .queue import queue_waits
 
 
 ATTENTION_NAME = "adaflash_ragged"
@@ -108,6 +109,10 @@ def check_request(model, drafter: AdaFlashDrafter, mode, config, mode_kwargs: di
         refuse("`synced_gpus` can't be used with a drafter", "gather the parameters before generating")
     if config.speculation_type == "dflash" and drafter.generation_config.context_window is not None:
         refuse("`context_window` has no effect in transformers' own loop", "leave out `speculation_type`")
+    if queue_waits() and config.speculation_type is not None:
+        refuse("`speculation_type` can't be used with a queue of prompts", "set it to None or call `generate`")
+    if queue_waits() and (config.num_return_sequences or 1) > 1:
+        refuse("`num_return_sequences` can't be used with a queue of prompts", "set it to 1 or call `generate`")
     Target(model, drafter.config)
     drafter.generation_config.validate()
     AdaptiveLengthLogitsProcessor(drafter.generation_config, 1, 0, drafter.length_head)

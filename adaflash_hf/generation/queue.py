@@ -39,6 +39,11 @@ class Queue:
 _queue: contextvars.ContextVar[Queue | None] = contextvars.ContextVar("adaflash_queue", default=None)
 
 
+def queue_waits() -> bool:
+    """Whether the next call of `generate` is to work through a queue."""
+    return _queue.get() is not None
+
+
 def take_queue() -> Queue | None:
     """The queue that the next call of `generate` is to work through; nested calls don't see it."""
     queue = _queue.get()
@@ -74,8 +79,7 @@ def generate_many(
         raise AdaFlashValueError(
             f"`drafter` is a {type(drafter).__name__}: load one with `AdaFlashDrafter.from_pretrained`."
         )
-    alone = ("input_ids", "attention_mask", "num_return_sequences", "return_dict_in_generate", "streamer")
-    for key in (*alone, "speculation_type"):
+    for key in ("input_ids", "attention_mask", "num_return_sequences", "return_dict_in_generate", "streamer"):
         if key in options:
             raise AdaFlashValueError(f"`{key}` can't be used with a queue of prompts: call `generate` instead.")
     if not prompts:
@@ -96,10 +100,6 @@ def generate_many(
     try:
         with bar:
             model.generate(**left_padded(prompts, model.device), assistant_model=drafter, **options)
-        if take_queue() is not None:
-            raise AdaFlashValueError(
-                "`speculation_type` of the generation config sent the queue through another loop: set it to None."
-            )
     finally:
         _queue.reset(token)
     return answers

@@ -135,9 +135,13 @@ def shares_wording(text: str, others: list[set], share: float = 0.25) -> bool:
     return any(len(own & other) > share * min(len(own), len(other)) for other in others)
 
 
+def evaluation_wordings(*domains: str) -> list[set[tuple[str, ...]]]:
+    """The wordings of these domains' evaluation prompts."""
+    return [wording(prompt) for domain in domains for prompt in evaluation_prompts(domain)]
+
+
 def _not_held_out(prompts: list[str], domain: str) -> list[str]:
-    held_out = evaluation_prompts(domain)
-    wordings = [wording(prompt) for prompt in held_out]
+    held_out, wordings = evaluation_prompts(domain), evaluation_wordings(domain)
     return [prompt for prompt in prompts if prompt not in held_out and not shares_wording(prompt, wordings)]
 
 
@@ -146,7 +150,7 @@ def _math_prompts(count: int, seed: int) -> list[str]:
     gsm_symbolic = importlib.import_module("reasoning_gym.arithmetic.gsm_symbolic.gsm_symbolic")
     config = gsm_symbolic.GSMSymbolicDatasetConfig(seed=seed, size=1)
     generators = gsm_symbolic.GSMSymbolicDataset(config).generators
-    evaluation = [wording(prompt) for prompt in evaluation_prompts("math")]
+    evaluation = evaluation_wordings("math")
     allowed = [
         i
         for i in gsm_symbolic.tasks_ok

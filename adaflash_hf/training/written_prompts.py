@@ -17,7 +17,7 @@ from transformers.utils.logging import is_progress_bar_enabled
 from ..errors import AdaFlashValueError
 from ..generation.rows import left_padded
 from ..hub import replace_text
-from .prompts import CODE_INSTRUCTION, DOMAINS, LIST_IMPORT, evaluation_prompts, shares_wording, wording
+from .prompts import CODE_INSTRUCTION, DOMAINS, LIST_IMPORT, evaluation_wordings, shares_wording
 from .rollouts import Sampling, end_tokens
 
 
@@ -73,7 +73,7 @@ def write_prompts(
     openings = _read_openings(arguments.openings)
     before, after = _around_user(tokenizer)
     stops = {*end_tokens(target), *tokenizer.encode(after, add_special_tokens=False)[:1]}
-    held_out = [wording(prompt) for domain in DOMAINS for prompt in evaluation_prompts(domain)]
+    held_out = evaluation_wordings(*DOMAINS)
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     done = dict.fromkeys(json.loads(line)["prompt"] for line in lines)
     cuda = [target.device] if target.device.type == "cuda" else []

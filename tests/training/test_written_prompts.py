@@ -9,7 +9,7 @@ from tiny import make_target
 from tiny_tokenizer import make_tokenizer
 
 from adaflash_hf.errors import AdaFlashValueError
-from adaflash_hf.training import written_prompts
+from adaflash_hf.training import prompts, written_prompts
 from adaflash_hf.training.prompts import CODE_INSTRUCTION, evaluation_prompts, shares_wording, wording
 from adaflash_hf.training.setup import PromptArguments, load_prompts
 from adaflash_hf.training.written_prompts import WrittenPromptArguments, write_prompts
@@ -46,7 +46,7 @@ def test_an_evaluation_prompt_is_never_written(tmp_path, openings, monkeypatch):
     texts = write_prompts(make_target(), make_tokenizer(), wanted)
     assert any("w w w" in re.sub(r"[0-9]", "", text) for text in texts)
     Path(wanted.output_file).unlink()
-    monkeypatch.setattr(written_prompts, "evaluation_prompts", lambda domain: ["w1 w2 w3 w4"])
+    monkeypatch.setattr(prompts, "evaluation_prompts", lambda domain: ["w1 w2 w3 w4"])
     for text in write_prompts(make_target(), make_tokenizer(), wanted):
         assert "w w w" not in re.sub(r"[0-9]", "", text)
 
