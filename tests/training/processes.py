@@ -3,14 +3,18 @@
 import multiprocessing
 import os
 import socket
+import threading
 
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from tqdm import tqdm
 
 
 _context = multiprocessing.get_context("fork")
 
 
 def _run(function, args, environment):
+    # tqdm's own lock is shared by all forks: one killed while it holds it would stop the others for good.
+    tqdm.set_lock(threading.RLock())
     os.environ.update(environment)
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
