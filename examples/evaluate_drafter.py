@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 
 from adaflash_hf import AdaFlashDrafter
+from adaflash_hf.chat_template import FLAGS_HELP, flags_for
 from adaflash_hf.evaluation.acceptance import measure_acceptance
 from adaflash_hf.training.rollouts import evaluation_ids
 from adaflash_hf.training.setup import PromptArguments, load_target
@@ -28,6 +29,7 @@ def parse_arguments():
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy.")
+    parser.add_argument("--chat_template_kwargs", help=FLAGS_HELP)
     parser.add_argument(
         "--length_policy",
         choices=("fixed", "head", "budget"),
@@ -44,7 +46,7 @@ def main():
     report = measure_acceptance(
         target,
         drafter,
-        evaluation_ids(tokenizer, arguments.prompts_per_domain),
+        evaluation_ids(tokenizer, arguments.prompts_per_domain, flags_for(drafter, arguments.chat_template_kwargs)),
         max_new_tokens=arguments.max_new_tokens,
         do_sample=arguments.temperature > 0,
         temperature=arguments.temperature or 1.0,

@@ -19,7 +19,13 @@ from adaflash_hf.training.arguments import AdaFlashTrainingArguments
 from adaflash_hf.training.length_head import attach_length_head
 from adaflash_hf.training.rollout_worker import RolloutArguments
 from adaflash_hf.training.rollouts import evaluation_ids
-from adaflash_hf.training.run import calibrate_head, load_features
+from adaflash_hf.training.run import (
+    calibrate_head,
+    load_features,
+    record_training,
+    template_flags,
+    warn_of_other_flags,
+)
 from adaflash_hf.training.setup import PromptArguments, load_target, parse_arguments
 from adaflash_hf.training.trainer import AdaFlashTrainer
 
@@ -50,18 +56,20 @@ def main():
         attach_length_head(drafter, script.length_head, script.bottleneck_size)
 
     # 1. The target's responses and features.
-    with args.main_process_first(desc="responses and features"):
-        dataset = load_features(Target(target, drafter.config), tokenizer, script, rollout, output / "features")
+    dataset = load_features(Target(target, drafter.config), tokenizer, script, rollout, args)
+    flags = template_flags(rollout, dataset)
+    warn_of_other_flags(drafter, flags)
 
     # 2. Train and calibrate.
     trainer = AdaFlashTrainer(drafter, target, args, train_dataset=dataset)
     trainer.train(resume_from_checkpoint=True)
     print(calibrate_head(trainer, dataset).table())
+    record_training(trainer, script, rollout, flags)
     trainer.save_drafter(output / "drafter")
 
     # 3. Compare with verifying whole blocks.
     drafter = AdaFlashDrafter.from_pretrained(output / "drafter", dtype=target.dtype).to(target.device)
-    prompts = evaluation_ids(tokenizer, script.eval_prompts_per_domain)
+    prompts = evaluation_ids(tokenizer, script.eval_prompts_per_domain, rollout.template_flags)
     for policy in ("fixed", "head"):
         report = measure_acceptance(target, drafter, prompts, script.eval_tokens, length_policy=policy)
         print(f"\nlength_policy {policy}\n{report.table()}")

@@ -18,7 +18,7 @@ from adaflash_hf.training.arguments import AdaFlashTrainingArguments
 from adaflash_hf.training.exchange import Exchange
 from adaflash_hf.training.rollout_worker import RolloutArguments, RolloutWorker
 from adaflash_hf.training.rollouts import evaluation_ids
-from adaflash_hf.training.run import make_drafter
+from adaflash_hf.training.run import make_drafter, record_training, template_flags, warn_of_other_flags
 from adaflash_hf.training.setup import DrafterArguments, PromptArguments, load_prompts, load_target, parse_arguments
 from adaflash_hf.training.trainer import AdaFlashTrainer, MeasureAcceptance
 
@@ -46,7 +46,11 @@ def main():
         worker = RolloutWorker(target, tokenizer, load_prompts(script), exchange, rollout)
 
     # 2. Train.
-    prompts = evaluation_ids(tokenizer, script.eval_prompts_per_domain) if script.eval_every else {}
+    flags = template_flags(rollout, external_workers=script.external_workers)
+    warn_of_other_flags(drafter, flags)
+    prompts = {}
+    if script.eval_every:
+        prompts = evaluation_ids(tokenizer, script.eval_prompts_per_domain, rollout.template_flags)
     trainer = AdaFlashTrainer(
         drafter,
         target,
@@ -60,6 +64,7 @@ def main():
     trainer.train(resume_from_checkpoint=True)
 
     # 3. Save.
+    record_training(trainer, script, rollout, flags)
     trainer.save_drafter(output / "drafter")
     print(f"The drafter is in {output / 'drafter'}.")
     if prompts:

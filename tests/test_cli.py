@@ -203,6 +203,21 @@ def test_generate_from_piped_messages(models, monkeypatch, capsys):
     assert answers[0] == answers[1] and len(answers[0]) == 2
 
 
+def test_template_flags_are_those_of_the_card(models, tmp_path, monkeypatch, capsys):
+    """The tiny template says `thinking` where the flag is set."""
+    given = []
+    answer = chat.answer
+    monkeypatch.setattr(chat, "answer", lambda *args: given.append(args[4]) or answer(*args))
+    for flags in (None, {"thinking": True}):
+        drafter = AdaFlashDrafter.from_pretrained(models)
+        drafter.card.chat_template_kwargs = flags
+        drafter.save_pretrained(models)
+        for options in ([], ["--chat_template_kwargs", "{}"], ["--plain"]):
+            monkeypatch.setattr(sys, "stdin", StringIO("w3\n"))
+            assert cli.main(["generate", "--drafter", str(models), "--max_new_tokens", "2", *options]) == 0
+    assert given == [{}, {}, {}, {"thinking": True}, {}, {"thinking": True}]
+
+
 def test_generate_samples(models, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", StringIO("w3\n"))
     assert cli.main(["generate", "--drafter", str(models), "--max_new_tokens", "5", "--temperature", "0.7"]) == 0
@@ -259,7 +274,32 @@ def test_train(tmp_path, training):
     drafter = AdaFlashDrafter.from_pretrained(tmp_path / "out" / "drafter")
     assert drafter.config.target_layer_ids == [2] and drafter.length_head.config.kind == "survival"
     assert (tmp_path / "out" / "drafter" / "README.md").is_file()
-    assert load_file(tmp_path / "out" / "drafter" / "model.safetensors")["draft_token_ids"].shape == (16,)
+    weights = load_file(tmp_path / "out" / "drafter" / "model.safetensors")
+    assert weights["draft_token_ids"].shape == (16,)
+    assert cli.main(training) == 0  # repeated: nothing more is learned
+    again = load_file(tmp_path / "out" / "drafter" / "model.safetensors")
+    assert again.keys() == weights.keys() and torch.equal(again["fc.weight"], weights["fc.weight"])
+
+
+def test_training_is_recorded_in_the_card(tmp_path, training, caplog):
+    assert cli.main([*training, "--chat_template_kwargs", '{"thinking": true}']) == 0
+    folder = tmp_path / "out" / "drafter"
+    drafter = AdaFlashDrafter.from_pretrained(folder)
+    assert drafter.card.chat_template_kwargs == {"thinking": True}
+    assert drafter.card.training_data.startswith("2 steps of 2 sequences and up to 4 anchors, mode `offline`")
+    drafter.card.results = {"tau": {"chat": 2.0}, "command": "c", "versions": {}, "settings": "s"}
+    drafter.card.repo_id = "me/first"
+    drafter.save_pretrained(folder)
+    assert cli.main([*training, "--drafter", str(folder), "--output_dir", str(tmp_path / "on")]) == 0
+    assert 'trained with `chat_template_kwargs` {"thinking": true} and goes on with {}' in caplog.text
+    card = AdaFlashDrafter.from_pretrained(tmp_path / "on" / "drafter").card
+    assert card.results == {} and card.repo_id is None and card.chat_template_kwargs == {}
+    assert card.training_data.startswith(drafter.card.training_data + "\n\nThen: 2 steps of 2 sequences")
+    # The text of another run brings its flags along.
+    features = ["--features", str(tmp_path / "out" / "features"), "--output_dir", str(tmp_path / "third")]
+    assert cli.main([*training, *features]) == 0
+    third = AdaFlashDrafter.from_pretrained(tmp_path / "third" / "drafter")
+    assert third.card.chat_template_kwargs == {"thinking": True}
 
 
 def test_train_on_the_text_of_another_run(tmp_path, training, capsys):

@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import AutoModel
 
 from ..cards import RESULT_KEYS, CardDetails
+from ..chat_template import read_flags
 from ..configuration_adaflash import AdaFlashConfig, AdaptiveLengthConfig
 from ..errors import AdaFlashValueError
 from .arguments import make_parser, parse
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> None:
         results = _json("results", _text("results", f"@{given['results']}"))
         given["results"] = benchmark_results(results, method) if "records" in results else results
     if "chat_template_kwargs" in given:
-        given["chat_template_kwargs"] = _json("chat_template_kwargs", given["chat_template_kwargs"])
+        given["chat_template_kwargs"] = read_flags(given["chat_template_kwargs"])
     folder = Path(places.folder)
     if not (folder / "config.json").is_file():
         raise AdaFlashValueError(f"{folder} has no config.json: name the folder of a drafter or length head.")

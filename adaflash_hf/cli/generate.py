@@ -1,6 +1,5 @@
 """`adaflash generate`: a chat in the terminal."""
 
-import json
 import sys
 import time
 from dataclasses import dataclass, field
@@ -8,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
+from ..chat_template import FLAGS_HELP, flags_for
 from ..default_target import DEFAULT_TARGET, load_default_target
 from ..errors import AdaFlashValueError
 from ..generation.statistics import collect_statistics
@@ -33,9 +33,7 @@ class GenerateArguments:
     max_new_tokens: int = field(default=256, metadata={"help": "Longest answer, in tokens."})
     temperature: float = field(default=0.0, metadata={"help": "0 takes the likeliest token; above, tokens are drawn."})
     system: str | None = field(default=None, metadata={"help": "System message."})
-    chat_template_kwargs: str = field(
-        default="{}", metadata={"help": "JSON of flags for the chat template: '{\"enable_thinking\": false}'."}
-    )
+    chat_template_kwargs: str | None = field(default=None, metadata={"help": FLAGS_HELP})
     dtype: str = field(default="auto", metadata={"help": "auto, float32 or bfloat16, of both models."})
     device: str | None = field(default=None, metadata={"help": "Where to run; default: a GPU if there is one."})
     plain: bool = field(default=False, metadata={"help": "Leave the drafter out, to compare."})
@@ -111,14 +109,15 @@ def load(options: GenerateArguments):
     return target.to(device), tokenizer, drafter.to(device=device, dtype=target.dtype)
 
 
-def answer(target, tokenizer, drafter, messages: list[dict], options: GenerateArguments) -> str:
-    """Streams one answer with its figures to stdout and returns its text. `drafter=None` decodes plainly."""
+def answer(target, tokenizer, drafter, messages: list[dict], flags: dict, options: GenerateArguments) -> str:
+    """Streams one answer with its figures to stdout and returns its text. `drafter=None` decodes plainly; the chat
+    template gets the `flags`."""
     inputs = tokenizer.apply_chat_template(
         messages,
         add_generation_prompt=True,
         return_dict=True,
         return_tensors="pt",
-        **json.loads(options.chat_template_kwargs),
+        **flags,
     ).to(target.device)
     sampling = {"do_sample": True, "temperature": options.temperature}
     streamer = LiveStreamer(tokenizer, target)
@@ -138,6 +137,7 @@ def answer(target, tokenizer, drafter, messages: list[dict], options: GenerateAr
 def main(argv: list[str]) -> None:
     (options,) = parse(make_parser("generate", DESCRIPTION, GenerateArguments), argv)
     target, tokenizer, drafter = load(options)
+    flags = flags_for(drafter, options.chat_template_kwargs)
     messages = [{"role": "system", "content": options.system}] if options.system else []
     while True:
         if sys.stdin.isatty():
@@ -147,5 +147,5 @@ def main(argv: list[str]) -> None:
         if not message:
             return
         messages.append({"role": "user", "content": message})
-        text = answer(target, tokenizer, None if options.plain else drafter, messages, options)
+        text = answer(target, tokenizer, None if options.plain else drafter, messages, flags, options)
         messages.append({"role": "assistant", "content": text})

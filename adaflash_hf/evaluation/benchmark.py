@@ -21,6 +21,7 @@ import transformers
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..chat_template import FLAGS_HELP, flags_for, read_flags
 from ..cli.arguments import make_parser, parse
 from ..default_target import load_default_target, native_bfloat16
 from ..errors import AdaFlashValueError
@@ -54,6 +55,7 @@ class BenchmarkArguments:
     concurrency: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32], metadata={"help": "Rows per batch."})
     domains: list[str] = field(default_factory=lambda: list(DOMAINS), metadata={"help": f"Of {DOMAINS}."})
     temperatures: list[float] = field(default_factory=lambda: [0.0], metadata={"help": "0 is greedy."})
+    chat_template_kwargs: str | None = field(default=None, metadata={"help": FLAGS_HELP})
     max_new_tokens: int = field(default=64, metadata={"help": "Longest answer, in tokens."})
     repeats: int = field(default=3, metadata={"help": "Timed runs of each cell and method."})
     batches: int = field(default=1, metadata={"help": "Batches of each cell, of other prompts each, timed together."})
@@ -73,6 +75,8 @@ class BenchmarkArguments:
             self.methods = ["plain", *self.methods]
         if self.cost_seconds is not None and self.cost_seconds <= 0:
             raise AdaFlashValueError("`cost_seconds` must be more than 0, or left out to use the costs kept before.")
+        if self.chat_template_kwargs is not None:
+            read_flags(self.chat_template_kwargs)
         if self.repeats < 1 or self.batches < 1:
             raise AdaFlashValueError("`repeats` and `batches` must be 1 or more.")
         if min(self.concurrency) < 1 or max(self.concurrency) * self.batches > EVALUATION_SIZE:
@@ -142,6 +146,7 @@ def measure_cell(target, tokenizer, drafter, arguments, domain, concurrency, tem
             padding=True,
             return_dict=True,
             return_tensors="pt",
+            **flags_for(drafter, arguments.chat_template_kwargs),
         ).to(target.device)
         for start in range(0, len(prompts), concurrency)
     ]

@@ -49,11 +49,14 @@ class BlockAttention:
         used: bool `[b, A]`; unused blocks see nothing but themselves.
         context_length: tokens of context before the blocks' slots in keys and values.
         config: the drafter's configuration.
+        size: slots of a block; default `config.block_size`.
     """
 
-    def __init__(self, anchors: torch.Tensor, used: torch.Tensor, context_length: int, config):
+    def __init__(
+        self, anchors: torch.Tensor, used: torch.Tensor, context_length: int, config, size: int | None = None
+    ):
         self.context_length = context_length
-        self.size = config.block_size
+        self.size = size or config.block_size
         blocks = anchors.shape[1]
         row = context_length * self.size * config.num_attention_heads * anchors.shape[0]
         # At least 4 groups, so that early blocks don't pay for late context.

@@ -22,6 +22,10 @@ class AdaFlashTrainingArguments(TrainingArguments):
 
     mode: str = field(default="offline", metadata={"help": f"Where text comes from: one of {MODES}."})
     anchors_per_sequence: int = field(default=512, metadata={"help": "Most blocks drawn from one sequence and step."})
+    narrow_blocks: bool = field(
+        default=False,
+        metadata={"help": "Draw each step's block size from 2 up to the drafter's, with as many slots in all."},
+    )
     alpha: float = field(default=0.8, metadata={"help": "Weight of cross-entropy on the teacher argmax, 0 to 1."})
     divergence: str = field(default="reverse_kl", metadata={"help": f"The rest of the loss: one of {DIVERGENCES}."})
     kl_clip: float | None = field(default=10.0, metadata={"help": "Cap of the divergence per token, in nats."})

@@ -2,8 +2,8 @@
 
 A feature shard is one safetensors file. For sequence j it holds `input_ids.j` int32 `[n]`, `features.j` `[n, T*d]`
 (tapped layers), `teacher_hidden.j` `[n, d]` (input of the target's head) and `teacher_argmax.j` int32 `[n]` (the
-target's choice of the next token); its metadata holds prompt lengths and tapped layers. Files are written beside
-their final name and moved, so a reader never sees half a shard.
+target's choice of the next token); its metadata holds prompt lengths, tapped layers and the chat template's flags.
+Files are written beside their final name and moved, so a reader never sees half a shard.
 """
 
 import itertools
@@ -41,8 +41,14 @@ def target_features(target: Target, input_ids: torch.Tensor, attention_mask: tor
     }
 
 
-def save_feature_shard(path: str | Path, samples: list[dict], target_layer_ids: list[int]) -> None:
-    """Writes samples (`input_ids`, `prompt_length` and the three feature tensors) to one shard, atomically."""
+def save_feature_shard(
+    path: str | Path, samples: list[dict], target_layer_ids: list[int], chat_template_kwargs: dict
+) -> None:
+    """Writes samples (`input_ids`, `prompt_length` and the three feature tensors) to one shard, atomically.
+
+    Args:
+        chat_template_kwargs: flags of the chat template that the text was made with.
+    """
     tensors = {}
     for j, sample in enumerate(samples):
         tensors[f"input_ids.{j}"] = torch.as_tensor(sample["input_ids"], dtype=torch.int32)
@@ -52,12 +58,16 @@ def save_feature_shard(path: str | Path, samples: list[dict], target_layer_ids: 
     metadata = {
         "prompt_lengths": json.dumps([int(sample["prompt_length"]) for sample in samples]),
         "target_layer_ids": json.dumps(list(target_layer_ids)),
+        "chat_template_kwargs": json.dumps(chat_template_kwargs, sort_keys=True),
     }
     replace_file(Path(path), lambda partial: save_file(tensors, partial, metadata=metadata))
 
 
 class FeatureShards(Dataset):
     """The sequences of feature shards, read lazily: those of a folder, or those listed.
+
+    Attributes:
+        chat_template_kwargs: the flags that all of the text was made with; `None` when shards differ or don't say.
 
     Raises:
         AdaFlashValueError: when there is no shard, or one made with other tapped layers.
@@ -69,6 +79,7 @@ class FeatureShards(Dataset):
             raise AdaFlashValueError(f"{shards} holds no feature shard: run the feature step first.")
         self.longest = longest
         self.items: list[tuple[int, int, int]] = []
+        flags = set()
         for number, path in enumerate(self.paths):
             with safe_open(path, framework="pt") as shard:
                 metadata = shard.metadata()
@@ -79,6 +90,8 @@ class FeatureShards(Dataset):
                 )
             for j, length in enumerate(json.loads(metadata["prompt_lengths"])):
                 self.items.append((number, j, length))
+            flags.add(metadata.get("chat_template_kwargs", "null"))
+        self.chat_template_kwargs: dict | None = json.loads(flags.pop()) if len(flags) == 1 else None
 
     def __len__(self) -> int:
         return len(self.items)

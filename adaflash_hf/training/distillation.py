@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import distributed, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ..errors import AdaFlashValueError
@@ -43,8 +44,8 @@ class DistillationModel(nn.Module):
     here; the target is reached through a plain reference and never trained, moved or saved.
 
     Raises:
-        AdaFlashValueError: when drafter and target don't fit, the drafter isn't float32, or a length head is to be
-            trained alone and there is none.
+        AdaFlashValueError: when drafter and target don't fit, the drafter isn't float32, a length head is to be
+            trained alone and there is none, or `narrow_blocks` meets a `length` head.
     """
 
     _no_split_modules = ["AdaFlashLayer"]
@@ -58,6 +59,11 @@ class DistillationModel(nn.Module):
             )
         if args.length_head_only and drafter.length_head is None:
             raise AdaFlashValueError("`length_head_only` is set but the drafter has no length head: attach one.")
+        if args.narrow_blocks and drafter.length_head is not None and drafter.length_head.config.kind == "length":
+            raise AdaFlashValueError(
+                "`narrow_blocks` is set but the drafter's length head is of kind `length`, which judges whole blocks "
+                "only: leave it out, or train with a `survival` head."
+            )
         self.drafter = drafter
         self.config = drafter.config
         self._target = (Target(target.eval().requires_grad_(False), drafter.config),)
@@ -87,7 +93,7 @@ class DistillationModel(nn.Module):
         settings = self.settings
         with torch.set_grad_enabled(torch.is_grad_enabled() and not settings.length_head_only):
             blocks = self.blocks(input_ids, attention_mask, loss_mask, features, teacher_hidden, teacher_argmax)
-            weights = self.weights * blocks.supervised
+            weights = self.weights[: blocks.supervised.shape[1]] * blocks.supervised
             acceptance_weight = settings.acceptance_weight
             if acceptance_weight > 0:
                 acceptance_weight = acceptance_weight / self._share(blocks.supervised.any(dim=1).sum()).clamp(min=1)
@@ -105,7 +111,8 @@ class DistillationModel(nn.Module):
             )
         head_labels = HeadLabels.of(blocks, result)
         loss = 0.0 if settings.length_head_only else result.loss
-        output = {"hits": (head_labels.matches & head_labels.reached).sum(0), "counts": head_labels.reached.sum(0)}
+        sums = {"hits": (head_labels.matches & head_labels.reached).sum(0), "counts": head_labels.reached.sum(0)}
+        output = {key: functional.pad(x, (0, len(self.weights) - len(x))) for key, x in sums.items()}
         if self.drafter.length_head is not None:
             logits = self.drafter.length_head(blocks.hidden.detach()).float()
             total, count = length_head_loss(logits, head_labels, self.drafter.length_head.config)
@@ -123,20 +130,26 @@ class DistillationModel(nn.Module):
         return count / distributed.get_world_size()
 
     def blocks(self, input_ids, attention_mask, loss_mask, features=None, teacher_hidden=None, teacher_argmax=None):
-        """Draws anchors and drafts a `Blocks` of all of them in one pass."""
+        """Draws anchors and drafts a `Blocks` of all of them in one pass. With `narrow_blocks`, in training, B and k
+        are those of the size drawn, which every process draws for itself."""
         config, target = self.config, self._target[0]
         if features is None:
             made = target_features(target, input_ids, attention_mask)
             features, teacher_hidden, teacher_argmax = (made[key] for key in FEATURE_KEYS)
         if self.training and self.settings.feature_noise > 0:
             features = noisy(features, loss_mask, self.settings.feature_noise)
-        anchors, used = sample_anchors(loss_mask, self.settings.anchors_per_sequence)
+        size, count = config.block_size, self.settings.anchors_per_sequence
+        if self.training and self.settings.narrow_blocks:
+            size = int(torch.randint(2, size + 1, ()))
+            count = count * config.block_size // size
+        anchors, used = sample_anchors(loss_mask, count)
         batch, count = anchors.shape
-        length, drafted, device = input_ids.shape[1], config.num_drafted_tokens, anchors.device
+        length, device = input_ids.shape[1], anchors.device
+        drafted = size - config.block_size + config.num_drafted_tokens
 
         # 1. Draft every block in one pass.
-        slots = torch.arange(config.block_size, device=device)
-        noise_ids = torch.full((batch, count, config.block_size), config.mask_token_id, device=device)
+        slots = torch.arange(size, device=device)
+        noise_ids = torch.full((batch, count, size), config.mask_token_id, device=device)
         noise_ids[..., 0] = input_ids.gather(1, anchors)
         with torch.no_grad():
             noise = target.embed(noise_ids.reshape(batch, -1))
@@ -145,7 +158,7 @@ class DistillationModel(nn.Module):
             noise_embeds=noise,
             context_hidden_states=features,
             position_ids=torch.cat([context_positions, (anchors[..., None] + slots).reshape(batch, -1)], dim=1),
-            ragged=BlockAttention(anchors, used, length, config),
+            ragged=BlockAttention(anchors, used, length, config, size),
         ).last_hidden_state
 
         # 2. Supervised positions: drafted token k of anchor a is position a + k, its teacher sits at a + k - 1.
@@ -154,7 +167,7 @@ class DistillationModel(nn.Module):
         position = position.clamp(max=length - 1).reshape(batch, -1)
         rows = torch.arange(batch, device=device)[:, None]
         return Blocks(
-            hidden=hidden.reshape(batch * count, config.block_size, -1),
+            hidden=hidden.reshape(batch * count, size, -1),
             teacher=teacher_hidden[rows, position - 1].reshape(batch * count, drafted, -1),
             labels=self.draft_index[teacher_argmax.gather(1, position - 1)].reshape(-1, drafted),
             actual=self.draft_index[input_ids.gather(1, position)].reshape(-1, drafted),

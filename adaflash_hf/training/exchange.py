@@ -15,10 +15,27 @@ consumed samples is kept: the number of trained samples, which a checkpoint know
 import json
 import os
 import shutil
+import time
 from pathlib import Path
+
+from transformers.utils import logging
 
 from ..errors import AdaFlashValueError
 from ..hub import replace_text
+
+
+logger = logging.get_logger(__name__)
+_WARN_SECONDS = 120
+
+
+def wait_for(path: Path, hint: str) -> None:
+    """Returns once the file exists. Warns every two minutes that it doesn't; `hint` says what to look at then."""
+    asked = time.monotonic()
+    while not path.exists():
+        if time.monotonic() - asked > _WARN_SECONDS:
+            logger.warning(f"{path} has not come for {_WARN_SECONDS} s: check {hint}.")
+            asked = time.monotonic()
+        time.sleep(0.05)
 
 
 class Exchange:

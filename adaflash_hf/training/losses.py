@@ -108,7 +108,8 @@ class _Distillation(torch.autograd.Function):
                 miss, slope = _expected_miss(acceptance[rows], mask)
                 total += acceptance_weight * miss
                 grad = _acceptance_gradient(student, teacher, acceptance_weight * slope[mask])
-            loss, token_grad = _token_loss(student, teacher, y, weights[rows][mask], alpha, divergence, clip)
+            with torch.autocast(student.device.type, enabled=False):  # which would take dot products in half precision
+                loss, token_grad = _token_loss(student, teacher, y, weights[rows][mask], alpha, divergence, clip)
             total += loss
             if needs_grad:
                 token_grad += grad

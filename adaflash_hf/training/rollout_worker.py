@@ -18,11 +18,12 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..chat_template import read_flags, template_ids
 from ..errors import AdaFlashValueError
 from ..hub import replace_file
 from ..modeling_adaflash import AdaFlashDrafter
 from .exchange import Exchange
-from .rollouts import Sampling, complete, template_ids
+from .rollouts import Sampling, complete
 from .setup import PromptArguments, load_prompts, load_target
 
 
@@ -60,12 +61,12 @@ class RolloutArguments:
         for key in ("rollout_batch_size", "rollout_max_new_tokens", "max_backlog"):
             if getattr(self, key) < 1:
                 raise AdaFlashValueError(f"`{key}` is {getattr(self, key)}: use 1 or more.")
-        try:
-            flags = json.loads(self.chat_template_kwargs)
-        except json.JSONDecodeError as error:
-            raise AdaFlashValueError(f"`chat_template_kwargs` is not JSON ({error}): write an object.") from error
-        if not isinstance(flags, dict):
-            raise AdaFlashValueError(f"`chat_template_kwargs` is {self.chat_template_kwargs}: write a JSON object.")
+        read_flags(self.chat_template_kwargs)
+
+    @property
+    def template_flags(self) -> dict:
+        """`chat_template_kwargs`, read."""
+        return read_flags(self.chat_template_kwargs)
 
     @property
     def sampling(self) -> Sampling:
@@ -99,7 +100,7 @@ class RolloutWorker:
     ):
         self.target, self.exchange, self.arguments = target.eval(), exchange, arguments
         self.index, self.count = index, count
-        flags = json.loads(arguments.chat_template_kwargs)
+        flags = arguments.template_flags
         self.prompts = [template_ids(tokenizer, p, flags) if isinstance(p, str) else list(p) for p in prompts]
         self.version: int | None = None
         self.drafter: AdaFlashDrafter | None = None

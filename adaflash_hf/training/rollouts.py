@@ -13,11 +13,13 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import is_progress_bar_enabled
 
+from ..chat_template import template_ids
 from ..generation.rows import left_padded
 from ..generation.statistics import collect_statistics
 from ..modeling_adaflash import AdaFlashDrafter
 from ..target import Target
 from .data import FEATURE_KEYS, FeatureShards, collate, save_feature_shard, target_features
+from .exchange import wait_for
 from .prompts import DOMAINS, evaluation_prompts
 
 
@@ -59,20 +61,15 @@ def respond(
     return complete(model, rows, max_new_tokens, sampling, drafter)
 
 
-def template_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, chat_template_kwargs: dict | None) -> list[int]:
-    """The token ids of one user message, up to where the answer starts."""
-    conversation = [{"role": "user", "content": prompt}]
-    options = chat_template_kwargs or {}
-    encoded = tokenizer.apply_chat_template(
-        conversation, add_generation_prompt=True, tokenize=True, return_dict=True, **options
-    )
-    return encoded["input_ids"]
-
-
-def evaluation_ids(tokenizer: PreTrainedTokenizerBase, prompts_per_domain: int) -> dict[str, list[list[int]]]:
+def evaluation_ids(
+    tokenizer: PreTrainedTokenizerBase, prompts_per_domain: int, chat_template_kwargs: dict
+) -> dict[str, list[list[int]]]:
     """Domain -> token ids of its held-out prompts, as `evaluation.acceptance` takes them."""
     return {
-        domain: [template_ids(tokenizer, text, None) for text in evaluation_prompts(domain, prompts_per_domain)]
+        domain: [
+            template_ids(tokenizer, text, chat_template_kwargs)
+            for text in evaluation_prompts(domain, prompts_per_domain)
+        ]
         for domain in DOMAINS
     }
 
@@ -143,14 +140,18 @@ def build_feature_shards(
     sampled_share: float = 0.5,
     chat_template_kwargs: dict | None = None,
     seed: int = 0,
+    index: int = 0,
+    count: int = 1,
 ) -> FeatureShards:
     """Responses and features for all prompts, one shard per batch. A shard's name tells what it was made from, so an
-    interrupted run goes on where it stopped, and other settings never reuse it.
+    interrupted run goes on where it stopped, and other settings never reuse it. Several processes share the work
+    through the folder, and each returns once all shards are there.
 
     Args:
         sampling: how sampled responses are drawn; default temperature 1.
         sampled_share: share of prompts whose first response is sampled, not greedy. Repeats of a prompt always are.
         chat_template_kwargs: as in `respond`.
+        index, count: this process makes batches index, index + count, ...
     """
     folder, sampling = Path(folder), sampling or Sampling(1.0)
     folder.mkdir(parents=True, exist_ok=True)
@@ -166,17 +167,20 @@ def build_feature_shards(
         for start in range(0, len(texts), batch_size)
     ]
     paths: list[Path] = []
-    for number, (how, texts) in enumerate(tqdm(batches, desc="responses", disable=not is_progress_bar_enabled())):
+    silent = index > 0 or not is_progress_bar_enabled()
+    for number, (how, texts) in enumerate(tqdm(batches, desc="responses", disable=silent)):
         settings = [max_new_tokens, dataclasses.asdict(how), chat_template_kwargs, seed]
         recipe = [target.model.name_or_path, *settings, texts]
         digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
         path = folder / f"shard-{number:05d}-{digest}.safetensors"
         paths.append(path)
-        if path.exists():
+        if path.exists() or number % count != index:
             continue
         torch.manual_seed(seed + number)
         samples = respond(target.model, tokenizer, sorted(texts, key=len), max_new_tokens, how, chat_template_kwargs)
-        save_feature_shard(path, add_features(target, samples), target.layer_ids)
+        save_feature_shard(path, add_features(target, samples), target.layer_ids, chat_template_kwargs or {})
+    for path in paths:
+        wait_for(path, "the process that makes it, and whether all processes see this folder")
     return FeatureShards(paths, target.layer_ids)
 
 

@@ -1,5 +1,6 @@
 """A whole training run, from command-line arguments to a saved drafter: what `adaflash train` and the examples run."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -17,7 +18,15 @@ from .exchange import Exchange
 from .length_head import attach_length_head
 from .rollout_worker import RolloutArguments, RolloutWorker
 from .rollouts import build_feature_shards, end_tokens, frequent_tokens
-from .setup import DrafterArguments, PromptArguments, drafter_config, load_prompts, load_target, new_drafter
+from .setup import (
+    FILE_KINDS,
+    DrafterArguments,
+    PromptArguments,
+    drafter_config,
+    load_prompts,
+    load_target,
+    new_drafter,
+)
 from .trainer import AdaFlashTrainer
 
 
@@ -52,11 +61,13 @@ def run_training(
     else:
         named = make_drafter(target, shape) if shape.drafter is not None else None
         layout = drafter_config(target, shape) if named is None else named.config
-        with args.main_process_first(desc="responses and features"):
-            dataset = load_features(Target(target, layout), tokenizer, prompts, rollout, output / "features")
+        dataset = load_features(Target(target, layout), tokenizer, prompts, rollout, args)
         drafter = make_drafter(target, shape, dataset) if named is None else named
     trainer = AdaFlashTrainer(drafter, target, args, train_dataset=dataset, rollout_worker=worker)
+    flags = template_flags(rollout, dataset, external_workers)
+    warn_of_other_flags(drafter, flags)
     trainer.train(resume_from_checkpoint=True)
+    record_training(trainer, prompts, rollout, flags)
     trainer.save_drafter(output / "drafter")
     if dataset is not None and drafter.length_head is not None:
         if args.world_size == 1:
@@ -68,22 +79,74 @@ def run_training(
 
 
 def load_features(
-    target: Target, tokenizer, prompts: PromptArguments, rollout: RolloutArguments, folder: Path
+    target: Target, tokenizer, prompts: PromptArguments, rollout: RolloutArguments, args: AdaFlashTrainingArguments
 ) -> FeatureShards:
-    """The named feature shards, or those made of the target's responses to the prompts, in `folder`."""
+    """The named feature shards, or those made of the target's responses to the prompts, in `OUTPUT_DIR/features`, a
+    share by each process."""
     if prompts.features is not None:
         return FeatureShards(prompts.features, target.layer_ids)
     return build_feature_shards(
         target,
         tokenizer,
         load_prompts(prompts),
-        folder,
+        Path(args.output_dir) / "features",
         rollout.rollout_max_new_tokens,
         rollout.rollout_batch_size,
         rollout.sampling,
         rollout.sampled_share,
-        json.loads(rollout.chat_template_kwargs),
+        rollout.template_flags,
         rollout.rollout_seed,
+        args.process_index,
+        args.world_size,
+    )
+
+
+def template_flags(
+    rollout: RolloutArguments, dataset: FeatureShards | None = None, external_workers: bool = False
+) -> dict | None:
+    """The chat template's flags of the training text; `None` where nothing says."""
+    if dataset is not None:
+        return dataset.chat_template_kwargs
+    return None if external_workers else rollout.template_flags
+
+
+def warn_of_other_flags(drafter: AdaFlashDrafter, flags: dict | None) -> None:
+    """Warns where a drafter goes on with text of another kind than its card records."""
+    recorded = drafter.card.chat_template_kwargs
+    if None not in (recorded, flags) and recorded != flags:
+        logger.warning(
+            f"The drafter was trained with `chat_template_kwargs` {json.dumps(recorded)} and goes on with "
+            f"{json.dumps(flags)}: pass the former, unless it is to be used with the latter."
+        )
+
+
+def record_training(
+    trainer: AdaFlashTrainer, prompts: PromptArguments, rollout: RolloutArguments, flags: dict | None
+) -> None:
+    """Puts into the drafter's card how it was trained, after what it says of earlier training. Results measured with
+    the earlier weights are dropped, and so is the earlier repo's name."""
+    args, card = trainer.args, trainer.drafter.card
+    source = "built-in prompts" if prompts.dataset is None else f"the prompts of {prompts.dataset}"
+    if prompts.features is not None:
+        source = f"the prompts of {prompts.features}"
+    how = f"{rollout.sampled_share:.0%} of them sampled at temperature {rollout.temperature:g}, the rest greedy"
+    part = "the length head alone" if args.length_head_only else (
+        f"loss {args.alpha:g} cross-entropy + {1 - args.alpha:g} {args.divergence}, position decay "
+        f"{args.position_decay:g}"
+    )  # fmt: skip
+    text = (
+        f"{trainer.state.global_step:,} steps of {trainer.get_total_train_batch_size(args)} sequences and up to "
+        f"{args.anchors_per_sequence} anchors, mode `{args.mode}`, on the target's responses to {source}"
+        f"{'' if prompts.features is not None else f' ({how})'}: {part}, learning rate {args.learning_rate:g}."
+    )
+    hub = prompts.dataset is not None and prompts.features is None and Path(prompts.dataset).suffix not in FILE_KINDS
+    trainer.drafter.card = dataclasses.replace(
+        card,
+        repo_id=None,
+        datasets=list(dict.fromkeys([*card.datasets, *([prompts.dataset] if hub else [])])),
+        training_data=text if card.training_data is None else f"{card.training_data}\n\nThen: {text}",
+        chat_template_kwargs=flags,
+        results={},
     )
 
 

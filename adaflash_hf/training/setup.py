@@ -15,7 +15,7 @@ from .prompts import DOMAINS, training_prompts
 from .warm_start import warm_start
 
 
-_FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 @dataclass
@@ -90,7 +90,7 @@ def load_prompts(arguments: PromptArguments) -> list[str]:
 
     count = len(DOMAINS) * arguments.prompts_per_domain
     name = arguments.dataset
-    kind = _FILE_KINDS.get(Path(name).suffix)
+    kind = FILE_KINDS.get(Path(name).suffix)
     data = load_dataset(name, split="train") if kind is None else load_dataset(kind, data_files=name, split="train")
     if arguments.prompt_column not in data.column_names:
         raise AdaFlashValueError(

@@ -5,28 +5,23 @@ Samples come by job number, and sample i belongs to version i // samples_per_ver
 and which come next after a resume, follows from the position in the stream alone.
 """
 
-import itertools
 import random
-import time
 
 from torch.utils.data import IterableDataset
-from transformers.utils import logging
 
 from ..errors import AdaFlashValueError
-from .exchange import Exchange
+from .exchange import Exchange, wait_for
 from .rollout_worker import RolloutWorker, load_rollouts
 
 
-logger = logging.get_logger(__name__)
-_WARN_SECONDS = 120
-
-
 class RolloutStream(IterableDataset):
-    """Endless samples (`input_ids`, `prompt_length`, ...), waiting for rollouts where none is there yet.
+    """Samples (`input_ids`, `prompt_length`, ...), waiting for rollouts where none is there yet.
 
     Args:
         exchange: where rollouts are.
         samples_per_version: samples between two published versions, passes counted.
+        versions: the stream ends after the samples of so many. Without an end, the loader, which reads a batch ahead,
+            would wait at the end of training for rollouts that nobody needs.
         max_staleness: a job is passed over, and counted in `stale_jobs`, when it was made by a drafter more versions
             older than the one that the trainer has published by then.
         passes: times that each sample is trained on before the next version.
@@ -42,6 +37,7 @@ class RolloutStream(IterableDataset):
         self,
         exchange: Exchange,
         samples_per_version: int,
+        versions: int,
         max_staleness: int = 2,
         passes: int = 1,
         seed: int = 0,
@@ -53,14 +49,15 @@ class RolloutStream(IterableDataset):
                 f"`rollout_passes` is {passes}, which doesn't divide the {samples_per_version} samples of a version: "
                 "change it, `steps_per_version` or the batch size."
             )
-        self.exchange, self.samples_per_version, self.max_staleness = exchange, samples_per_version, max_staleness
+        self.exchange, self.samples_per_version, self.versions = exchange, samples_per_version, versions
+        self.max_staleness = max_staleness
         self.passes, self.seed, self.worker, self.leads = passes, seed, worker, leads
         self.stale_jobs = 0
 
     def __iter__(self):
         self.stale_jobs = 0
         job, waiting = 0, []
-        for version in itertools.count():
+        for version in range(self.versions):
             fresh: list[dict] = []
             while len(fresh) < self.samples_per_version // self.passes:
                 if not waiting:
@@ -78,13 +75,8 @@ class RolloutStream(IterableDataset):
     def _load(self, job: int) -> tuple[list[dict], int]:
         if self.leads:
             self.exchange.need_job(job)
-        path, asked = self.exchange.rollout_path(job), time.monotonic()
-        while not path.exists():
-            if self.worker is not None:
-                self.worker.make(job)
-            elif time.monotonic() - asked > _WARN_SECONDS:
-                logger.warning(f"{path} has not come for {_WARN_SECONDS} s: is a rollout worker running?")
-                asked = time.monotonic()
-            else:
-                time.sleep(0.05)
+        path = self.exchange.rollout_path(job)
+        if self.worker is not None and not path.exists():
+            self.worker.make(job)
+        wait_for(path, "that a rollout worker is running")
         return load_rollouts(self.exchange, job)

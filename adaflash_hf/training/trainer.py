@@ -7,14 +7,17 @@ checkpoints, resume and push, is the Trainer's.
 """
 
 import contextlib
+import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from transformers import PreTrainedModel, Trainer, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from ..errors import AdaFlashError, AdaFlashValueError
 from ..evaluation.acceptance import AcceptanceReport, measure_acceptance
@@ -89,6 +92,12 @@ class AdaFlashTrainer(Trainer):
             model=DistillationModel(drafter, target, args), args=args, train_dataset=train_dataset, **kwargs
         )
         self.model_accepts_loss_kwargs = False
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
+            # accelerate has one dtype for all: gradients would be summed, and the loss returned, in half precision.
+            plugin.mixed_precision_policy = dataclasses.replace(
+                plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=torch.float32
+            )
         self.target, self.evaluation_prompts, self.evaluation_tokens = target, evaluation_prompts, evaluation_tokens
         self._sums: dict[str, torch.Tensor] = {}
         if self.exchange is not None:
@@ -96,6 +105,7 @@ class AdaFlashTrainer(Trainer):
             self.train_dataset = RolloutStream(
                 self.exchange,
                 samples_per_version=self.get_total_train_batch_size(args) * args.steps_per_version,
+                versions=math.ceil(args.max_steps / args.steps_per_version),
                 max_staleness=args.max_staleness,
                 passes=args.rollout_passes,
                 seed=args.seed,
@@ -114,6 +124,14 @@ class AdaFlashTrainer(Trainer):
         """As the Trainer's; `resume_from_checkpoint=True` takes the newest complete checkpoint, if there is any."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
+        if resume_from_checkpoint and self.args.max_steps > 0:
+            state = TrainerState.load_from_json(Path(resume_from_checkpoint) / TRAINER_STATE_NAME)
+            if state.global_step >= self.args.max_steps:  # the Trainer would take one more step
+                self._load_from_checkpoint(resume_from_checkpoint)
+                self.state = state
+                if self.exchange is not None and self.args.should_save:
+                    self.exchange.set_finished(True)  # the run may have been killed before it said so
+                return TrainOutput(state.global_step, 0.0, {})
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def create_optimizer(self, model=None):

@@ -105,12 +105,12 @@ def shard(exchange, job):
 def test_13_every_process_reads_the_same_list_whenever_it_looks(tmp_path):
     exchange, read = Exchange(tmp_path), []
     shard(exchange, 0)
-    early = iter(RolloutStream(exchange, samples_per_version=3, leads=False))
+    early = iter(RolloutStream(exchange, samples_per_version=3, versions=3, leads=False))
     read.append([int(next(early)["input_ids"][0]) for _ in range(3)])
     shard(exchange, 2)  # a later job comes first
     shard(exchange, 1)
     read[0] += [int(next(early)["input_ids"][0]) for _ in range(6)]
-    late = iter(RolloutStream(exchange, samples_per_version=3))
+    late = iter(RolloutStream(exchange, samples_per_version=3, versions=3))
     read.append([int(next(late)["input_ids"][0]) for _ in range(9)])
     assert read[0] == read[1] and sorted(read[0]) == [0, 1, 2, 10, 11, 12, 20, 21, 22]
 
@@ -125,7 +125,7 @@ def test_14_half_a_file_has_no_name_and_reading_deletes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
     exchange = Exchange(tmp_path)
     shard(exchange, 0)
-    stream = iter(RolloutStream(exchange, samples_per_version=3))
+    stream = iter(RolloutStream(exchange, samples_per_version=3, versions=3))
     for _ in range(3):
         next(stream)
     assert exchange.rollout_path(0).exists()

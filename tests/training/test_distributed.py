@@ -10,8 +10,11 @@ from accelerate.utils import DistributedType
 from processes import together
 from test_trainer import arguments, greedy_samples
 from tiny import make_drafter, make_target
+from tiny_tokenizer import make_tokenizer
 
 from adaflash_hf import AdaFlashDrafter
+from adaflash_hf.target import Target
+from adaflash_hf.training.rollouts import build_feature_shards
 from adaflash_hf.training.trainer import AdaFlashTrainer
 
 
@@ -32,6 +35,8 @@ def allow_fsdp_on_cpu():
     def init(self, *args, fsdp_plugin=None, **kwargs):
         original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None:
+            if self.mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self.mixed_precision)
             self._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": fsdp_plugin}
 
     AcceleratorState.__init__ = init
@@ -110,3 +115,43 @@ def test_two_processes_resume_as_they_would_have_gone_on(pair, samples, alone, t
     together(2, train, tmp_path, samples, 2, str(folder / "checkpoint-2"), **environment)
     for ours, theirs in zip(curve(tmp_path, 2), curve(alone, 2), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+def train_in_bfloat16(folder, samples):
+    allow_fsdp_on_cpu()
+    options = {"max_steps": 1, "logging_steps": 1, "bf16": True}
+    args = arguments(folder, per_device_train_batch_size=2, anchors_per_sequence=64, **options)
+    trainer = AdaFlashTrainer(make_drafter(), make_target(), args, train_dataset=samples)
+    dtypes = []
+    trainer.model.register_forward_hook(lambda module, inputs, output: dtypes.append(output["loss"].dtype))
+    trainer.train()
+    policy = trainer.accelerator.state.fsdp_plugin.mixed_precision_policy
+    if args.process_index == 0:
+        found = [str(x) for x in (policy.param_dtype, policy.reduce_dtype, policy.output_dtype, *dtypes)]
+        entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
+        (folder / "found.json").write_text(json.dumps([found, entry["loss"]]))
+
+
+def test_sharded_mixed_precision_sums_in_float32(samples, alone, tmp_path):
+    together(2, train_in_bfloat16, tmp_path, samples, **FSDP)
+    dtypes, loss = json.loads((tmp_path / "found.json").read_text())
+    assert dtypes == ["torch.bfloat16", "torch.float32", "torch.float32", "torch.float32"]
+    assert loss > 0
+
+
+def make_features(folder, count):
+    target = Target(make_target(), make_drafter().config)
+    index = int(os.environ["RANK"])
+    made = build_feature_shards(
+        target, make_tokenizer(), [f"w{i}" for i in range(10)], folder, 6, 2, index=index, count=count
+    )
+    (folder / f"read-{index}").write_text(json.dumps([ids.tolist() for ids, _ in made.token_ids()]))
+
+
+def test_processes_share_the_writing_of_features(tmp_path):
+    (tmp_path / "two").mkdir()
+    together(2, make_features, tmp_path / "two", 2)
+    (tmp_path / "one").mkdir()
+    together(1, make_features, tmp_path / "one", 1)
+    read = [json.loads((tmp_path / name).read_text()) for name in ("two/read-0", "two/read-1", "one/read-0")]
+    assert read[0] == read[1] == read[2] and len(read[0]) == 10

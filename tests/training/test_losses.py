@@ -97,3 +97,17 @@ def test_bfloat16_logits_are_lifted_to_float32():
 
 def test_position_weights():
     torch.testing.assert_close(position_weights(3, 4.0), torch.tensor([1.0, 0.7788, 0.6065]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("divergence", losses.DIVERGENCES)
+def test_autocast_leaves_the_divergence_in_float32(divergence):
+    """A dot product is among what autocast takes in half precision."""
+    head = nn.Linear(32, 5000, bias=False).requires_grad_(False)
+    teacher = torch.randn(4, 1, 32) * 4
+    hidden = teacher + 0.1 * torch.randn(4, 1, 32)
+    options = {"alpha": 0.0, "divergence": divergence}
+    with torch.autocast("cpu", torch.bfloat16):
+        low = distillation_loss(hidden, teacher, head, torch.zeros(4, 1).long(), torch.ones(4, 1), **options).loss
+        q, p = (torch.log_softmax(head(x).double(), -1) for x in (hidden, teacher))
+    first, second = (q, p) if divergence == "reverse_kl" else (p, q)
+    assert low.item() == pytest.approx((first.exp() * (first - second)).sum().item(), rel=1e-3)

@@ -1,6 +1,5 @@
 """On-policy training: what is published, what is read, and that kills and restarts change nothing."""
 
-import itertools
 import json
 import random
 import signal
@@ -64,6 +63,22 @@ def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
     run_trainer(folder, True)
     return folder
+
+
+def test_no_rollouts_are_made_for_a_version_that_does_not_come(undisturbed):
+    jobs = sorted(int(path.stem) for path in (undisturbed / "exchange" / "rollouts").iterdir())
+    assert jobs == list(range(STEPS * 2 // 3))  # 12 steps of 2 samples, 3 samples a job
+
+
+def test_a_repeated_command_changes_nothing_and_tells_workers(undisturbed):
+    before, exchange = result(undisturbed), Exchange(undisturbed / "exchange")
+    exchange.set_finished(False)  # as if the run had been killed before it said so
+    trainer = make_trainer(undisturbed, make_worker(undisturbed))
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == STEPS and exchange.finished
+    assert not (undisturbed / f"checkpoint-{STEPS + 1}").exists()
+    for key, value in before[1].items():
+        assert torch.equal(trainer.drafter.state_dict()[key], value)
 
 
 def test_versions_and_rollouts(undisturbed):
@@ -130,15 +145,15 @@ def test_the_stream_passes_over_stale_jobs_and_repeats_nothing_else(tmp_path):
     exchange = Exchange(tmp_path)
     for job, version in enumerate([0, 0, 0, 2, 0]):
         fill(exchange, job, version, 10 * job)
-    stream = RolloutStream(exchange, samples_per_version=2, max_staleness=1)
-    drawn = [int(sample["input_ids"][0]) for sample in itertools.islice(stream, 6)]
+    stream = RolloutStream(exchange, samples_per_version=2, versions=3, max_staleness=1)
+    drawn = [int(sample["input_ids"][0]) for sample in stream]  # ends, and asks for no fifth job
     assert [sorted(drawn[i : i + 2]) for i in (0, 2, 4)] == [[0, 1], [10, 11], [30, 31]]
     assert stream.stale_jobs == 1 and exchange.needed_job() == 3
-    passes = RolloutStream(exchange, samples_per_version=8, passes=4)
-    drawn = [int(sample["input_ids"][0]) for sample in itertools.islice(passes, 8)]
+    passes = RolloutStream(exchange, samples_per_version=8, versions=1, passes=4)
+    drawn = [int(sample["input_ids"][0]) for sample in passes]
     assert sorted(drawn) == [0] * 4 + [1] * 4
     with pytest.raises(AdaFlashValueError, match="rollout_passes"):
-        RolloutStream(exchange, samples_per_version=8, passes=3)
+        RolloutStream(exchange, samples_per_version=8, versions=1, passes=3)
 
 
 def test_a_worker_waits_at_its_backlog(tmp_path):

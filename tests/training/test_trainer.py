@@ -142,7 +142,7 @@ def test_cached_features_train_like_live_ones(tmp_path):
     target = make_target()
     samples = greedy_samples(target, 8)
     parts = Target(target, make_drafter().config)
-    save_feature_shard(tmp_path / "a.safetensors", add_features(parts, samples), parts.layer_ids)
+    save_feature_shard(tmp_path / "a.safetensors", add_features(parts, samples), parts.layer_ids, {})
     cached = FeatureShards(tmp_path, parts.layer_ids)
     losses = []
     for dataset in (samples, cached):
@@ -293,3 +293,49 @@ def test_each_loss_lowers_itself(divergence, alpha, weight, tmp_path):
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("convention", ["fill_in", "sample_from_anchor"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_narrow_blocks_train_as_a_narrower_drafter_would(size, convention, tmp_path, monkeypatch):
+    target, whole = make_target(), make_drafter(head="survival", label_convention=convention)
+    narrow = make_drafter(head="survival", label_convention=convention, block_size=size)
+    state = whole.state_dict()
+    drafted = narrow.config.num_drafted_tokens
+    state["length_head.position_bias"] = state["length_head.position_bias"][:drafted]
+    narrow.load_state_dict(state)
+    batch = collate(greedy_samples(target, 3))
+    monkeypatch.setattr(torch, "randint", lambda low, high, shape: torch.tensor(size))
+    results = []
+    for drafter, options in ((whole, {"narrow_blocks": True}), (narrow, {})):
+        model = DistillationModel(drafter, target, arguments(tmp_path, anchors_per_sequence=64, **options)).train()
+        results.append(model(**batch))
+        results[-1]["loss"].backward()
+    ours, theirs = results
+    assert len(ours["counts"]) == whole.config.num_drafted_tokens and ours["counts"][drafted:].sum() == 0
+    for key in ("loss", "head_loss"):
+        assert ours[key].item() == pytest.approx(theirs[key].item(), rel=1e-5)
+    for key in ("hits", "counts"):
+        assert torch.equal(ours[key][:drafted], theirs[key])
+    torch.testing.assert_close(whole.fc.weight.grad, narrow.fc.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_narrow_blocks_keep_the_slots_and_are_for_training_only(tmp_path):
+    target, drafter = make_target(), make_drafter(head="survival")
+    model = DistillationModel(drafter, target, arguments(tmp_path, anchors_per_sequence=4, narrow_blocks=True))
+    batch = collate([{"input_ids": list(range(2, 30)), "prompt_length": 4}])
+    shapes = {tuple(model.train().blocks(**batch).hidden.shape[:2]) for _ in range(40)}
+    assert shapes == {(10, 2), (6, 3), (5, 4), (4, 5)}
+    assert model.eval().blocks(**batch).hidden.shape[:2] == (4, 5)
+    with pytest.raises(AdaFlashValueError, match="`narrow_blocks`"):
+        DistillationModel(make_drafter(head="length"), target, model.settings)
+
+
+def test_a_finished_run_takes_no_further_step(tmp_path):
+    samples, options = greedy_samples(make_target(), 8), {"max_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    weights = []
+    for _ in range(2):
+        trainer = AdaFlashTrainer(make_drafter(), make_target(), arguments(tmp_path, **options), train_dataset=samples)
+        assert trainer.train(resume_from_checkpoint=True).global_step == 3
+        weights.append(trainer.drafter.fc.weight.clone())
+    assert torch.equal(*weights)
