@@ -3,17 +3,17 @@
     python examples/load_from_hub.py --target Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16
 
 Any layout that the package reads will do; `--revision` and `--subfolder` say where in the repo. A drafter trained with
-thinking off accepts far less with it on, so the template gets the flags that the drafter's card records; where it
-records none (other people's repos), `--chat_template_kwargs`.
+thinking off accepts far less with it on, so the template gets `--chat_template_kwargs` or, without them, the flags
+that the drafter's card records. Other people's repos record none: thinking is then switched off.
 """
 
 import argparse
-import json
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adaflash_hf import AdaFlashDrafter
+from adaflash_hf.chat_template import FLAGS_HELP, flags_for
 
 
 def main():
@@ -24,7 +24,7 @@ def main():
     parser.add_argument("--subfolder", default="", help="Folder inside the drafter's repo.")
     parser.add_argument("--prompt", default="How many positive whole-number divisors does 196 have?")
     parser.add_argument("--max_new_tokens", type=int, default=512)
-    parser.add_argument("--chat_template_kwargs", type=json.loads, default={"enable_thinking": False})
+    parser.add_argument("--chat_template_kwargs", help=FLAGS_HELP)
     arguments = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,8 +32,9 @@ def main():
     drafter = AdaFlashDrafter.from_pretrained(
         arguments.drafter, revision=arguments.revision, subfolder=arguments.subfolder, dtype=torch.bfloat16
     ).to(device)
-    flags = drafter.card.chat_template_kwargs
-    flags = arguments.chat_template_kwargs if flags is None else flags
+    flags = flags_for(drafter, arguments.chat_template_kwargs)
+    if arguments.chat_template_kwargs is None and drafter.card.chat_template_kwargs is None:
+        flags = {"enable_thinking": False}
     print(f"template flags: {flags}")
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
     inputs = tokenizer.apply_chat_template(

@@ -240,6 +240,9 @@ def test_example(tmp_path, monkeypatch, capsys):
     runpy.run_path(str(ROOT / "examples" / "load_from_hub.py"), run_name="__main__")
     out = capsys.readouterr().out
     assert "template flags: {'enable_thinking': False}" in out and "accepted length (tau): " in out
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--chat_template_kwargs", '{"thinking": true}'])
+    runpy.run_path(str(ROOT / "examples" / "load_from_hub.py"), run_name="__main__")
+    assert "template flags: {'thinking': True}" in capsys.readouterr().out
 
 
 # --- remote code ----------------------------------------------------------------------------------------------------

@@ -101,6 +101,10 @@ def load(arguments: BenchmarkArguments):
         target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype).eval()
         tokenizer = AutoTokenizer.from_pretrained(arguments.target, padding_side="left")
     drafter = AdaFlashDrafter.from_pretrained(arguments.drafter, dtype=dtype).to(device)
+    if drafter.generation_config.num_assistant_tokens == 0:
+        raise AdaFlashValueError(
+            "The drafter's `num_assistant_tokens` is 0: raise it, or there is nothing to measure."
+        )
     target.to(device)
     if device == "cpu" and dtype == torch.float32 and arguments.pack:
         pack_linear_weights(target)

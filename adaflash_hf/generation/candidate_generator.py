@@ -141,12 +141,13 @@ class DiffusionCandidateGenerator(CandidateGenerator):
         if self.budget is not None:
             self._texts[row].extend(tokens)
 
-    def learn(self, draft: Draft, accepted: list[int], seconds: float, tokens: int, slots: int) -> None:
+    def learn(self, draft: Draft, accepted: list[int], seconds: float | None, tokens: int, slots: int) -> None:
         """What became of a draft: drafts accepted per row, and how long the pass took over `tokens` packed tokens with
-        `slots` cached positions."""
+        `slots` cached positions; `None` where the caller's own processors and the like took part of that time."""
         if self.budget is not None:
             self.budget.learn(draft.counts, accepted, draft.lookups)
-            self.budget.time(seconds, tokens, slots)
+            if seconds is not None:
+                self.budget.time(seconds, tokens, slots)
 
     @property
     def costs_were_wrong(self) -> bool:

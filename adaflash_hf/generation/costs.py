@@ -163,12 +163,13 @@ def _rising(sizes: tuple[int, ...], run: Callable[[int], None], until: float) ->
 
 def describe(target: PreTrainedModel, drafter: PreTrainedModel) -> dict[str, str]:
     """What the costs depend on; equal descriptions share stored costs."""
-    device = target.device
+    device, policy = target.device, drafter.generation_config
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "device": f"{device.type} {name}, {torch.get_num_threads()} threads, torch {torch.__version__}",
         "target": _digest(target),
         "drafter": _digest(drafter),
+        "policy": f"context_window {policy.context_window}, num_assistant_tokens {policy.num_assistant_tokens}",
         "method": str(METHOD),
     }
 

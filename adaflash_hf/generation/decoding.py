@@ -39,6 +39,7 @@ def assisted_decoding(
     generation_config: GenerationConfig,
     mask: torch.Tensor,
     cache: Cache,
+    most: int | None = None,
     prefill_kwargs: dict | None = None,
     streamer=None,
 ):
@@ -49,6 +50,7 @@ def assisted_decoding(
         input_ids: int64 `[b, L]`.
         mask: bool `[b, past + L]`, the columns of a reused cache and of the ids that may be looked at.
         cache: the cache that `generate` prepared, or the caller's own; filled at the end where somebody can see it.
+        most: the call's cap on drafted tokens per row and step, beside the drafter's own.
         prefill_kwargs: model arguments for transformers' own prefill; `None` for the packed one.
 
     Returns:
@@ -62,7 +64,7 @@ def assisted_decoding(
     keep_cache = keep or getattr(cache, "_is_user_defined", False)
     choice = TargetChoice(logits_processor, generation_config.do_sample, keep and generation_config.output_scores)
     policy = drafter.generation_config
-    drafts_at_all = 0 not in (policy.num_assistant_tokens, generation_config.num_assistant_tokens)
+    drafts_at_all = 0 not in (policy.num_assistant_tokens, most)
     weighs_costs = policy.length_policy == "budget" and drafts_at_all and not drafter.draft_processors
     generator = DiffusionCandidateGenerator(
         drafter,
@@ -70,7 +72,7 @@ def assisted_decoding(
         generation_config.do_sample,
         choice.temperature,
         drafter.draft_processors,
-        generation_config.num_assistant_tokens,
+        most,
         target_costs(target, drafter, inputs_at) if weighs_costs else None,
     )
     pad = generation_config._pad_token_tensor
@@ -160,7 +162,14 @@ def assisted_decoding(
                 statistics.add(index, committed[row], counts[row], draft.source(row))
 
             # 6. Hand what became of the drafts, and the features of committed tokens, to the drafter.
-            generator.learn(draft, [max(0, n - 1) for n in committed], seconds, sum(counts), sum(rows.positions()))
+            bare = choice.bare and not (stopping.others or streamer or any(outputs.wanted.values()))
+            generator.learn(
+                draft,
+                [max(0, n - 1) for n in committed],
+                seconds if bare else None,
+                sum(counts),
+                sum(rows.positions()),
+            )
             features, packed = current.features, current.packed
             read = kept_indices(counts, committed, features.device)
             read_rows, slots = (x.to(features.device)[read] for x in (packed.query_rows, packed.query_positions))

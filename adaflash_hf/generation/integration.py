@@ -11,7 +11,7 @@ import threading
 import weakref
 
 import torch
-from transformers import AttentionInterface, DynamicCache, GenerationMixin, StaticCache
+from transformers import AttentionInterface, DynamicCache, GenerationConfig, GenerationMixin, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
@@ -107,8 +107,20 @@ def check_request(model, drafter: AdaFlashDrafter, mode, config, mode_kwargs: di
         )
     if mode_kwargs.get("synced_gpus"):
         refuse("`synced_gpus` can't be used with a drafter", "gather the parameters before generating")
-    if config.speculation_type == "dflash" and drafter.generation_config.context_window is not None:
-        refuse("`context_window` has no effect in transformers' own loop", "leave out `speculation_type`")
+    most = drafted_tokens_of(config)
+    if most is not None and most < 0:
+        refuse(f"`num_assistant_tokens` is {most}", "use 0 or more")
+    if config.speculation_type == "dflash":
+        policy = drafter.generation_config
+        if policy.context_window is not None:
+            refuse("`context_window` has no effect in transformers' own loop", "leave out `speculation_type`")
+        if policy.num_assistant_tokens == 0:
+            refuse("`num_assistant_tokens` 0 still drafts one in transformers' own loop", "drop the drafter")
+        if most is not None:
+            refuse(
+                f"`num_assistant_tokens` {most} has no effect in transformers' own loop",
+                "set it in the drafter's `generation_config`, or leave out `speculation_type`",
+            )
     if queue_waits() and config.speculation_type is not None:
         refuse("`speculation_type` can't be used with a queue of prompts", "set it to None or call `generate`")
     if queue_waits() and (config.num_return_sequences or 1) > 1:
@@ -116,6 +128,13 @@ def check_request(model, drafter: AdaFlashDrafter, mode, config, mode_kwargs: di
     Target(model, drafter.config)
     drafter.generation_config.validate()
     AdaptiveLengthLogitsProcessor(drafter.generation_config, 1, 0, drafter.length_head)
+
+
+def drafted_tokens_of(config) -> int | None:
+    """The call's own `num_assistant_tokens`. `generate` fills in a default, made for other drafters, which can't be
+    told from the same number given; it counts as none."""
+    default = GenerationConfig._get_default_generation_params()["num_assistant_tokens"]
+    return None if config.num_assistant_tokens == default else config.num_assistant_tokens
 
 
 # What only the pass over the prompt needs: images and the like. Anything else would have to reach verification too.
@@ -198,6 +217,7 @@ def _decode(model, drafter, input_ids, logits_processor, stopping_criteria, gene
         generation_config,
         mask,
         cache,
+        drafted_tokens_of(generation_config),
         prefill_kwargs=prefill_kwargs,
         streamer=streamer,
     )

@@ -63,6 +63,7 @@ class TargetChoice:
         # The verification kernel applies a temperature that comes alone.
         kinds = [type(processor) for processor in processors]
         self.temperature_only = do_sample and kinds in ([], [hf.TemperatureLogitsWarper])
+        self.bare = not processors or self.temperature_only
         self.row_by_row = all(type(processor) in _SCORES_ONLY + _ROW_BY_ROW for processor in processors)
 
     @property

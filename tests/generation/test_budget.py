@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -543,6 +544,10 @@ def test_description_tells_what_costs_depend_on():
 
     pack_linear_weights(target)
     assert base != describe(target, drafter)
+    for key in ("context_window", "num_assistant_tokens"):
+        other = make_drafter()
+        setattr(other.generation_config, key, 2)
+        assert describe(target, other) != describe(target, drafter)
 
 
 def test_wrong_costs_are_noticed():
@@ -556,6 +561,28 @@ def test_wrong_costs_are_noticed():
     for _ in range(30):
         right.time(1.2, 1, 0)
     assert not right.costs_were_wrong
+
+
+@pytest.mark.parametrize(
+    ("options", "timed"),
+    [
+        ({}, True),
+        ({"do_sample": True, "temperature": 0.7, "top_k": 0}, True),
+        ({"do_sample": True, "top_k": 5}, False),
+        ({"repetition_penalty": 1.2}, False),
+        ({"max_time": 100.0}, False),
+        ({"streamer": SimpleNamespace(put=lambda value: None, end=lambda: None)}, False),
+        ({"output_logits": True, "return_dict_in_generate": True}, False),
+    ],
+    ids=lambda value: str(value) if isinstance(value, bool) else "-".join(value) or "plain",
+)
+def test_only_bare_passes_are_held_against_the_costs(options, timed, monkeypatch):
+    """A slow processor or streamer says nothing about what passes cost."""
+    seen = []
+    monkeypatch.setattr(Budget, "time", lambda self, seconds, tokens, slots: seen.append(seconds))
+    ids, _ = ragged_prompts((5,))
+    make_target().generate(ids, assistant_model=make_drafter(), max_new_tokens=6, **{"do_sample": False, **options})
+    assert bool(seen) == timed
 
 
 def test_real_passes_can_be_measured(monkeypatch):

@@ -9,6 +9,7 @@ from tiny import make_drafter, make_target, ragged_prompts
 from transformers import (
     DynamicCache,
     EncoderDecoderCache,
+    GenerationConfig,
     GenerationMixin,
     LlamaConfig,
     LlamaForCausalLM,
@@ -42,6 +43,7 @@ def test_private_names_of_transformers():
         "generation_config",
         "generation_mode_kwargs",
     ]
+    assert GenerationConfig._get_default_generation_params()["num_assistant_tokens"] == 20
     for name in ("_is_stateful", "_supports_attention_backend"):
         assert hasattr(PreTrainedModel, name)
     assert hasattr(GenerationMixin, "_optimize_model_for_decode")

@@ -5,7 +5,7 @@ import torch
 from tiny import TARGETS, make_drafter, make_target, ragged_prompts
 from transformers import DynamicCache, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
-from adaflash_hf import AdaptiveLengthLogitsProcessor, collect_statistics
+from adaflash_hf import AdaFlashValueError, AdaptiveLengthLogitsProcessor, collect_statistics
 from adaflash_hf.generation.logits_process import is_masked
 
 
@@ -284,6 +284,33 @@ def test_num_assistant_tokens_of_the_call():
         target.generate(ids, assistant_model=drafter, num_assistant_tokens=2, **GREEDY)
         target.generate(ids, assistant_model=drafter, **GREEDY)
     assert max(calls[0].candidate_lengths[0]) == 3 and max(calls[1].candidate_lengths[0]) == 5
+
+
+def test_blocks_wider_than_the_default_number_of_assistant_tokens():
+    """`generate` fills in 20 for a call that says nothing."""
+    target, drafter = make_target(), make_drafter(block_size=30)
+    drafter.generation_config.length_policy = "fixed"
+    ids, _ = ragged_prompts((5,))
+    options = {**GREEDY, "max_new_tokens": 60}
+    with collect_statistics() as calls:
+        ours = target.generate(ids, assistant_model=drafter, **options)
+    assert max(calls[0].candidate_lengths[0]) == 30
+    assert torch.equal(ours, target.generate(ids, **options))
+
+
+@pytest.mark.parametrize(
+    ("of_the_drafter", "of_the_call", "message"),
+    [
+        (None, {"num_assistant_tokens": -1}, "`num_assistant_tokens` is -1"),
+        (0, {"speculation_type": "dflash"}, "`num_assistant_tokens` 0 still drafts one"),
+        (None, {"num_assistant_tokens": 2, "speculation_type": "dflash"}, "`num_assistant_tokens` 2 has no effect"),
+    ],
+)
+def test_numbers_of_assistant_tokens_that_are_refused(of_the_drafter, of_the_call, message):
+    target, drafter = make_target(), make_drafter()
+    drafter.generation_config.num_assistant_tokens = of_the_drafter
+    with pytest.raises(AdaFlashValueError, match=message):
+        target.generate(ragged_prompts((5,))[0], assistant_model=drafter, **of_the_call, **GREEDY)
 
 
 def test_a_draft_processor_shortens_drafts(monkeypatch):
