@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from adaflash_hf import AdaFlashDrafter
-from adaflash_hf.chat_template import FLAGS_HELP, flags_for
+from adaflash_hf.chat_template import FLAGS_HELP, flags_for, read_flags
 from adaflash_hf.evaluation.acceptance import measure_acceptance
 from adaflash_hf.training.rollouts import evaluation_ids
 from adaflash_hf.training.setup import PromptArguments, load_target
@@ -41,6 +41,8 @@ def parse_arguments():
 
 def main():
     arguments = parse_arguments()
+    if arguments.chat_template_kwargs is not None:
+        read_flags(arguments.chat_template_kwargs)
     target, tokenizer = load_target(PromptArguments(target=arguments.target), arguments.dtype, arguments.device)
     drafter = AdaFlashDrafter.from_pretrained(arguments.drafter, dtype=target.dtype).to(target.device)
     report = measure_acceptance(

@@ -57,7 +57,7 @@ def main():
 
     # 1. The target's responses and features.
     dataset = load_features(Target(target, drafter.config), tokenizer, script, rollout, args)
-    flags = template_flags(rollout, dataset)
+    flags = template_flags(script, rollout, dataset)
     warn_of_other_flags(drafter, flags)
 
     # 2. Train and calibrate.
@@ -69,7 +69,7 @@ def main():
 
     # 3. Compare with verifying whole blocks.
     drafter = AdaFlashDrafter.from_pretrained(output / "drafter", dtype=target.dtype).to(target.device)
-    prompts = evaluation_ids(tokenizer, script.eval_prompts_per_domain, rollout.template_flags)
+    prompts = evaluation_ids(tokenizer, script.eval_prompts_per_domain, drafter.card.chat_template_kwargs or {})
     for policy in ("fixed", "head"):
         report = measure_acceptance(target, drafter, prompts, script.eval_tokens, length_policy=policy)
         print(f"\nlength_policy {policy}\n{report.table()}")

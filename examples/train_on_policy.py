@@ -46,11 +46,12 @@ def main():
         worker = RolloutWorker(target, tokenizer, load_prompts(script), exchange, rollout)
 
     # 2. Train.
-    flags = template_flags(rollout, external_workers=script.external_workers)
+    flags = template_flags(script, rollout, external_workers=script.external_workers)
     warn_of_other_flags(drafter, flags)
     prompts = {}
     if script.eval_every:
-        prompts = evaluation_ids(tokenizer, script.eval_prompts_per_domain, rollout.template_flags)
+        shown = drafter.card.chat_template_kwargs if flags is None else flags
+        prompts = evaluation_ids(tokenizer, script.eval_prompts_per_domain, shown or {})
     trainer = AdaFlashTrainer(
         drafter,
         target,

@@ -70,6 +70,7 @@ def test_unknown_command(capsys):
         (["convert", "--config", "missing.yaml"], "missing.yaml can't be read"),
         (["convert", "--config"], "--config FILE.yaml"),
         (["generate", "--drafter", "{d}", "--dtype", "int8"], "`dtype` is 'int8'"),
+        (["generate", "--drafter", "missing", "--chat_template_kwargs", "[1]"], "`chat_template_kwargs` is [1]"),
     ],
 )
 def test_errors_are_one_line(tmp_path, capsys, argv, message):
@@ -281,12 +282,12 @@ def test_train(tmp_path, training):
     assert again.keys() == weights.keys() and torch.equal(again["fc.weight"], weights["fc.weight"])
 
 
-def test_training_is_recorded_in_the_card(tmp_path, training, caplog):
+def test_training_is_recorded_in_the_card(tmp_path, training, caplog, capsys):
     assert cli.main([*training, "--chat_template_kwargs", '{"thinking": true}']) == 0
     folder = tmp_path / "out" / "drafter"
     drafter = AdaFlashDrafter.from_pretrained(folder)
     assert drafter.card.chat_template_kwargs == {"thinking": True}
-    assert drafter.card.training_data.startswith("2 steps of 2 sequences and up to 4 anchors, mode `offline`")
+    assert drafter.card.training_data.startswith("2 steps of 2 sequences, mode `offline`")
     drafter.card.results = {"tau": {"chat": 2.0}, "command": "c", "versions": {}, "settings": "s"}
     drafter.card.repo_id = "me/first"
     drafter.save_pretrained(folder)
@@ -300,6 +301,13 @@ def test_training_is_recorded_in_the_card(tmp_path, training, caplog):
     assert cli.main([*training, *features]) == 0
     third = AdaFlashDrafter.from_pretrained(tmp_path / "third" / "drafter")
     assert third.card.chat_template_kwargs == {"thinking": True}
+    assert cli.main([*training, *features, "--chat_template_kwargs", '{"thinking": false}']) == 1
+    assert 'was made with {"thinking": true}' in capsys.readouterr().err
+    # On-policy, the workers' settings count, which the trainer may not have been told.
+    assert cli.main([*training, "--drafter", str(folder), "--mode", "on_policy", "--output_dir", str(tmp_path / "p"),
+                     "--steps_per_version", "2", "--sampled_share", "0"]) == 0  # fmt: skip
+    text = AdaFlashDrafter.from_pretrained(tmp_path / "p" / "drafter").card.training_data
+    assert "mode `on_policy`" in text and "(0% sampled at temperature 1" in text
 
 
 def test_train_on_the_text_of_another_run(tmp_path, training, capsys):

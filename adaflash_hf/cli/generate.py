@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-from ..chat_template import FLAGS_HELP, flags_for
+from ..chat_template import FLAGS_HELP, flags_for, read_flags
 from ..default_target import DEFAULT_TARGET, load_default_target
 from ..errors import AdaFlashValueError
 from ..generation.statistics import collect_statistics
@@ -37,6 +37,10 @@ class GenerateArguments:
     dtype: str = field(default="auto", metadata={"help": "auto, float32 or bfloat16, of both models."})
     device: str | None = field(default=None, metadata={"help": "Where to run; default: a GPU if there is one."})
     plain: bool = field(default=False, metadata={"help": "Leave the drafter out, to compare."})
+
+    def __post_init__(self):
+        if self.chat_template_kwargs is not None:
+            read_flags(self.chat_template_kwargs)
 
 
 class LiveStreamer(TextStreamer):

@@ -220,7 +220,7 @@ def bare_pass_seconds(target, tokens: int, context: int = 128, repeats: int = 5)
     return statistics.median(seconds[1:])
 
 
-def environment(target, arguments: BenchmarkArguments, argv: list[str]) -> dict:
+def environment(target, drafter, arguments: BenchmarkArguments, argv: list[str]) -> dict:
     """What the numbers depend on, the command included."""
     cuda = target.device.type == "cuda"
     return {
@@ -232,6 +232,7 @@ def environment(target, arguments: BenchmarkArguments, argv: list[str]) -> dict:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "chat_template_kwargs": flags_for(drafter, arguments.chat_template_kwargs),
         "arguments": dataclasses.asdict(arguments),
     }
 
@@ -263,7 +264,8 @@ def main(argv: list[str]) -> None:
         for temperature in arguments.temperatures
         for domain in arguments.domains
     ]
-    results = {"environment": environment(target, arguments, argv), "costs": dataclasses.asdict(costs), "records": []}
+    described = environment(target, drafter, arguments, argv)
+    results = {"environment": described, "costs": dataclasses.asdict(costs), "records": []}
     total = arguments.repeats * sum(
         len([m for m in arguments.methods if c == 1 or m not in SINGLE]) for _, c, _ in cells
     )

@@ -21,7 +21,9 @@ class AdaFlashTrainingArguments(TrainingArguments):
     """
 
     mode: str = field(default="offline", metadata={"help": f"Where text comes from: one of {MODES}."})
-    anchors_per_sequence: int = field(default=512, metadata={"help": "Most blocks drawn from one sequence and step."})
+    anchors_per_sequence: int = field(
+        default=512, metadata={"help": "Most whole blocks drawn from one sequence and step."}
+    )
     narrow_blocks: bool = field(
         default=False,
         metadata={"help": "Draw each step's block size from 2 up to the drafter's, with as many slots in all."},

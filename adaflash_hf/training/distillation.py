@@ -131,7 +131,7 @@ class DistillationModel(nn.Module):
 
     def blocks(self, input_ids, attention_mask, loss_mask, features=None, teacher_hidden=None, teacher_argmax=None):
         """Draws anchors and drafts a `Blocks` of all of them in one pass. With `narrow_blocks`, in training, B and k
-        are those of the size drawn, which every process draws for itself."""
+        are those of the size drawn for the step."""
         config, target = self.config, self._target[0]
         if features is None:
             made = target_features(target, input_ids, attention_mask)

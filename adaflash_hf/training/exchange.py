@@ -101,13 +101,17 @@ class Exchange:
         path = self.folder / "recipe.json"
         if not path.exists():
             self._write_text("recipe.json", json.dumps(recipe, indent=2))
-        recorded = json.loads(path.read_text(encoding="utf-8"))
+        recorded = self.recipe()
         for key in recorded.keys() | recipe.keys():
             if recorded.get(key) != recipe.get(key):
                 raise AdaFlashValueError(
                     f"`{key}` of the rollouts is {recipe.get(key)!r}, but {self.folder} was begun with "
                     f"{recorded.get(key)!r}: use that, or another folder."
                 )
+
+    def recipe(self) -> dict:
+        """What the first worker recorded with `agree_on`."""
+        return json.loads((self.folder / "recipe.json").read_text(encoding="utf-8"))
 
     @property
     def finished(self) -> bool:

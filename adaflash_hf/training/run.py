@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers.utils import logging
 
+from ..chat_template import read_flags
 from ..errors import AdaFlashValueError
 from ..evaluation.calibration import CalibrationReport, calibrate
 from ..modeling_adaflash import AdaFlashDrafter
@@ -64,7 +65,7 @@ def run_training(
         dataset = load_features(Target(target, layout), tokenizer, prompts, rollout, args)
         drafter = make_drafter(target, shape, dataset) if named is None else named
     trainer = AdaFlashTrainer(drafter, target, args, train_dataset=dataset, rollout_worker=worker)
-    flags = template_flags(rollout, dataset, external_workers)
+    flags = template_flags(prompts, rollout, dataset, external_workers)
     warn_of_other_flags(drafter, flags)
     trainer.train(resume_from_checkpoint=True)
     record_training(trainer, prompts, rollout, flags)
@@ -102,12 +103,27 @@ def load_features(
 
 
 def template_flags(
-    rollout: RolloutArguments, dataset: FeatureShards | None = None, external_workers: bool = False
+    prompts: PromptArguments,
+    rollout: RolloutArguments,
+    dataset: FeatureShards | None = None,
+    external_workers: bool = False,
 ) -> dict | None:
-    """The chat template's flags of the training text; `None` where nothing says."""
-    if dataset is not None:
-        return dataset.chat_template_kwargs
-    return None if external_workers else rollout.template_flags
+    """The chat template's flags of the training text; `None` where nothing says yet.
+
+    Raises:
+        AdaFlashValueError: when flags are given beside text that was made with others.
+    """
+    given = rollout.template_flags
+    if external_workers:
+        return None
+    if prompts.features is None or dataset.chat_template_kwargs is None:
+        return given if prompts.features is None else given or None
+    if given and given != dataset.chat_template_kwargs:
+        raise AdaFlashValueError(
+            f"`chat_template_kwargs` is {json.dumps(given)}, but {prompts.features} was made with "
+            f"{json.dumps(dataset.chat_template_kwargs)}: leave it out, or make other text."
+        )
+    return dataset.chat_template_kwargs
 
 
 def warn_of_other_flags(drafter: AdaFlashDrafter, flags: dict | None) -> None:
@@ -125,29 +141,42 @@ def record_training(
 ) -> None:
     """Puts into the drafter's card how it was trained, after what it says of earlier training. Results measured with
     the earlier weights are dropped, and so is the earlier repo's name."""
-    args, card = trainer.args, trainer.drafter.card
-    source = "built-in prompts" if prompts.dataset is None else f"the prompts of {prompts.dataset}"
+    args, card, made = trainer.args, trainer.drafter.card, dataclasses.asdict(rollout)
+    if trainer.exchange is not None:
+        made = trainer.exchange.recipe()  # what the workers were told
+        flags = read_flags(made["chat_template_kwargs"])
+    text = f"the prompts of {prompts.dataset}" if prompts.dataset is not None else "built-in prompts"
     if prompts.features is not None:
-        source = f"the prompts of {prompts.features}"
-    how = f"{rollout.sampled_share:.0%} of them sampled at temperature {rollout.temperature:g}, the rest greedy"
-    part = "the length head alone" if args.length_head_only else (
-        f"loss {args.alpha:g} cross-entropy + {1 - args.alpha:g} {args.divergence}, position decay "
-        f"{args.position_decay:g}"
-    )  # fmt: skip
-    text = (
-        f"{trainer.state.global_step:,} steps of {trainer.get_total_train_batch_size(args)} sequences and up to "
-        f"{args.anchors_per_sequence} anchors, mode `{args.mode}`, on the target's responses to {source}"
-        f"{'' if prompts.features is not None else f' ({how})'}: {part}, learning rate {args.learning_rate:g}."
+        text = f"prompts, as {prompts.features} holds them"
+    else:
+        text += f" ({made['sampled_share']:.0%} sampled at temperature {made['temperature']:g}, the rest greedy)"
+    hub = prompts.features is None and prompts.dataset and Path(prompts.dataset).suffix not in FILE_KINDS
+    done = (
+        f"{trainer.state.global_step:,} steps of {trainer.get_total_train_batch_size(args)} sequences, mode "
+        f"`{args.mode}`, on the target's responses to {text}: {_losses(args)}, learning rate {args.learning_rate:g}."
     )
-    hub = prompts.dataset is not None and prompts.features is None and Path(prompts.dataset).suffix not in FILE_KINDS
     trainer.drafter.card = dataclasses.replace(
         card,
         repo_id=None,
         datasets=list(dict.fromkeys([*card.datasets, *([prompts.dataset] if hub else [])])),
-        training_data=text if card.training_data is None else f"{card.training_data}\n\nThen: {text}",
-        chat_template_kwargs=flags,
+        training_data=done if card.training_data is None else f"{card.training_data}\n\nThen: {done}",
+        chat_template_kwargs=card.chat_template_kwargs if flags is None else flags,
         results={},
     )
+
+
+def _losses(args: AdaFlashTrainingArguments) -> str:
+    if args.length_head_only:
+        return f"the length head alone, `{args.length_head_labels}` labels"
+    parts = [
+        f"{args.alpha:g} cross-entropy + {1 - args.alpha:g} {args.divergence}",
+        f"position decay {args.position_decay:g}",
+        f"up to {args.anchors_per_sequence} anchors" + (", more of narrow blocks" if args.narrow_blocks else ""),
+    ]
+    parts += [
+        f"`{key}` {getattr(args, key):g}" for key in ("acceptance_weight", "feature_noise") if getattr(args, key)
+    ]
+    return ", ".join(parts)
 
 
 def make_drafter(target, shape: DrafterArguments, dataset: FeatureShards | None = None) -> AdaFlashDrafter:

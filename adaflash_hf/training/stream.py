@@ -20,8 +20,8 @@ class RolloutStream(IterableDataset):
     Args:
         exchange: where rollouts are.
         samples_per_version: samples between two published versions, passes counted.
-        versions: the stream ends after the samples of so many. Without an end, the loader, which reads a batch ahead,
-            would wait at the end of training for rollouts that nobody needs.
+        versions: the stream ends after the samples of so many, the last of them whole. Without an end, the loader,
+            which reads a batch ahead, would wait at the end of training for rollouts that nobody needs.
         max_staleness: a job is passed over, and counted in `stale_jobs`, when it was made by a drafter more versions
             older than the one that the trainer has published by then.
         passes: times that each sample is trained on before the next version.

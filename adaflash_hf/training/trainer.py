@@ -15,9 +15,8 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..errors import AdaFlashError, AdaFlashValueError
 from ..evaluation.acceptance import AcceptanceReport, measure_acceptance
@@ -96,7 +95,7 @@ class AdaFlashTrainer(Trainer):
         if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
             # accelerate has one dtype for all: gradients would be summed, and the loss returned, in half precision.
             plugin.mixed_precision_policy = dataclasses.replace(
-                plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=torch.float32
+                plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
             )
         self.target, self.evaluation_prompts, self.evaluation_tokens = target, evaluation_prompts, evaluation_tokens
         self._sums: dict[str, torch.Tensor] = {}
@@ -124,15 +123,13 @@ class AdaFlashTrainer(Trainer):
         """As the Trainer's; `resume_from_checkpoint=True` takes the newest complete checkpoint, if there is any."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
-        if resume_from_checkpoint and self.args.max_steps > 0:
-            state = TrainerState.load_from_json(Path(resume_from_checkpoint) / TRAINER_STATE_NAME)
-            if state.global_step >= self.args.max_steps:  # the Trainer would take one more step
-                self._load_from_checkpoint(resume_from_checkpoint)
-                self.state = state
-                if self.exchange is not None and self.args.should_save:
-                    self.exchange.set_finished(True)  # the run may have been killed before it said so
-                return TrainOutput(state.global_step, 0.0, {})
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def _run_epoch(self, *args, **kwargs):
+        if self.state.global_step >= self.state.max_steps:  # resumed where it had ended: one more step would follow
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
 
     def create_optimizer(self, model=None):
         optimizer = super().create_optimizer(model)

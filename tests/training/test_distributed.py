@@ -117,26 +117,39 @@ def test_two_processes_resume_as_they_would_have_gone_on(pair, samples, alone, t
         assert ours == pytest.approx(theirs, rel=1e-3)
 
 
-def train_in_bfloat16(folder, samples):
-    allow_fsdp_on_cpu()
-    options = {"max_steps": 1, "logging_steps": 1, "bf16": True}
-    args = arguments(folder, per_device_train_batch_size=2, anchors_per_sequence=64, **options)
-    trainer = AdaFlashTrainer(make_drafter(), make_target(), args, train_dataset=samples)
-    dtypes = []
-    trainer.model.register_forward_hook(lambda module, inputs, output: dtypes.append(output["loss"].dtype))
+class KeepsDtypes(AdaFlashTrainer):
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        self.seen = str(loss.dtype)
+        return loss
+
+
+def one_step(folder, samples, batch_size, bf16):
+    if bf16:
+        allow_fsdp_on_cpu()
+    args = arguments(
+        folder,
+        per_device_train_batch_size=batch_size,
+        anchors_per_sequence=64,
+        max_steps=1,
+        logging_steps=1,
+        bf16=bf16,
+    )
+    trainer = KeepsDtypes(make_drafter(), make_target(), args, train_dataset=samples)
     trainer.train()
-    policy = trainer.accelerator.state.fsdp_plugin.mixed_precision_policy
-    if args.process_index == 0:
-        found = [str(x) for x in (policy.param_dtype, policy.reduce_dtype, policy.output_dtype, *dtypes)]
-        entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
-        (folder / "found.json").write_text(json.dumps([found, entry["loss"]]))
+    loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    if bf16 and args.process_index == 0:
+        policy = trainer.accelerator.state.fsdp_plugin.mixed_precision_policy
+        found = [str(policy.param_dtype), str(policy.reduce_dtype), trainer.seen, loss]
+        (folder / "found.json").write_text(json.dumps(found))
+    return loss
 
 
-def test_sharded_mixed_precision_sums_in_float32(samples, alone, tmp_path):
-    together(2, train_in_bfloat16, tmp_path, samples, **FSDP)
-    dtypes, loss = json.loads((tmp_path / "found.json").read_text())
-    assert dtypes == ["torch.bfloat16", "torch.float32", "torch.float32", "torch.float32"]
-    assert loss > 0
+def test_sharded_mixed_precision_sums_in_float32(samples, tmp_path):
+    together(2, one_step, tmp_path, samples, 2, True, **FSDP)
+    *dtypes, loss = json.loads((tmp_path / "found.json").read_text())
+    assert dtypes == ["torch.bfloat16", "torch.float32", "torch.float32"]
+    assert loss == pytest.approx(one_step(tmp_path, samples, 4, False), rel=0.02)
 
 
 def make_features(folder, count):

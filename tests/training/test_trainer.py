@@ -331,11 +331,28 @@ def test_narrow_blocks_keep_the_slots_and_are_for_training_only(tmp_path):
         DistillationModel(make_drafter(head="length"), target, model.settings)
 
 
-def test_a_finished_run_takes_no_further_step(tmp_path):
-    samples, options = greedy_samples(make_target(), 8), {"max_steps": 3, "save_strategy": "steps", "save_steps": 3}
-    weights = []
-    for _ in range(2):
-        trainer = AdaFlashTrainer(make_drafter(), make_target(), arguments(tmp_path, **options), train_dataset=samples)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_steps": 3},
+        {"max_steps": -1, "num_train_epochs": 1.5},
+        # "Best" is the first checkpoint here, not the last.
+        {"max_steps": 3, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1,
+         "metric_for_best_model": "loss", "greater_is_better": True},
+    ],
+    ids=["steps", "epochs", "best"],
+)  # fmt: skip
+def test_a_finished_run_takes_no_further_step(tmp_path, options):
+    samples, runs = greedy_samples(make_target(), 8), []
+    options = {"save_strategy": "steps", "save_steps": 1, **options}
+    for _ in range(3):
+        trainer = AdaFlashTrainer(
+            make_drafter(), make_target(), arguments(tmp_path, **options), train_dataset=samples, eval_dataset=samples
+        )
         assert trainer.train(resume_from_checkpoint=True).global_step == 3
-        weights.append(trainer.drafter.fc.weight.clone())
-    assert torch.equal(*weights)
+        runs.append(trainer.drafter.fc.weight.clone())
+        trainer.evaluate()
+    assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
+    if "load_best_model_at_end" in options:
+        last = AdaFlashDrafter.from_pretrained(tmp_path / "checkpoint-3")
+        assert not torch.equal(runs[0], last.fc.weight)
