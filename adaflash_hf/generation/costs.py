@@ -60,11 +60,11 @@ class CostModel:
         return _between(np.arange(first, last + 1), self.tokens, self.verify) + slots * self.slot_verify
 
     def draft_seconds(self, rows: int | np.ndarray, context: int, slots: int, share: float = 1.0) -> np.ndarray:
-        """Seconds of a drafter pass over `rows` blocks that also reads `context` committed tokens, one per row being
-        the usual; for an array of `rows`, of a pass over so many each. Of each block only a `share` of its slots is
-        drafted: taken to cost what so many fewer whole blocks do, though never less than one."""
-        late = np.maximum(0, context - 2 * np.asarray(rows))
+        """Seconds of a drafter pass over `rows` blocks that also reads `context` committed tokens; for an array of
+        `rows`, of a pass over so many each. Of each block only a `share` of its slots is drafted: taken to cost what
+        so many fewer whole blocks do, though never less than one. Two committed tokens are part of a block's cost."""
         blocks = np.asarray(rows) * share
+        late = np.maximum(0, context - 2 * blocks)
         return _between(blocks, self.rows, self.draft) + late * self.catch_up + slots * self.slot_draft
 
 

@@ -598,3 +598,11 @@ def test_real_passes_can_be_measured(monkeypatch):
         costs = probing.target_costs(Target(target, drafter.config), drafter, torch.device("cpu"))
     assert len(costs.tokens) >= 2 and min(costs.verify) > 0 and min(costs.draft) > 0
     assert target.config._attn_implementation == before
+
+
+def test_narrow_blocks_read_as_much_context():
+    """The cost of a whole block holds two committed tokens, that of half a block one; the rest are read late."""
+    costs = CostModel([1, 2], [1.0, 1.0], [1, 8], [1.0, 8.0], catch_up=0.1)
+    assert costs.draft_seconds(8, 16, 0) == pytest.approx(8.0)
+    assert costs.draft_seconds(8, 16, 0, 0.5) == pytest.approx(4.0 + 0.1 * 8)
+    assert costs.draft_seconds(np.array([4, 8]), 16, 0) == pytest.approx([4.0 + 0.1 * 8, 8.0])
