@@ -18,7 +18,9 @@ class PackedBatch(RaggedQueries):
     Args:
         query_rows, query_positions, num_rows, longest, counts, block_ends, ring: as in `RaggedQueries`.
         key_rows, key_positions: int64 `[K]`, tokens whose keys are written; the queries themselves by default.
-        starts_at_zero: whether every row begins here (prefill), which needs no mask.
+        key_sources: int64 `[K]`, the packed token that each key is taken from, where rows share some (prefill).
+        prompt_lengths: per row with queries, the slots that it holds after this pass, where that is all it has ever
+            held (prefill): whole prompts then need no mask.
         keep_weights: collect attention weights in `weights`, per layer `[heads, T, longest]` and the layer's window.
         span: first and last slot, plus one, of the keys of the only row, where they are known to be consecutive.
     """
@@ -33,7 +35,8 @@ class PackedBatch(RaggedQueries):
         key_rows: torch.Tensor | None = None,
         key_positions: torch.Tensor | None = None,
         block_ends: torch.Tensor | None = None,
-        starts_at_zero: bool = False,
+        key_sources: torch.Tensor | None = None,
+        prompt_lengths: list[int] | None = None,
         ring: int | None = None,
         keep_weights: bool = False,
         span: tuple[int, int] | None = None,
@@ -42,7 +45,8 @@ class PackedBatch(RaggedQueries):
         self.key_rows = query_rows if key_rows is None else key_rows
         self.key_positions = query_positions if key_positions is None else key_positions
         self.key_slots = self.key_positions if ring is None else self.key_positions % ring
-        self.starts_at_zero = starts_at_zero
+        self.key_sources = key_sources
+        self.prompt_lengths, self._tails = prompt_lengths, {}
         self.keep_weights, self.weights = keep_weights, []
         self.span = span
         self.windows: dict[torch.nn.Module, int | None] = {}
@@ -73,7 +77,8 @@ class PackedBatch(RaggedQueries):
             `[1, T, heads, D]` and `None` for the weights.
         """
         self.used = True
-        if self.starts_at_zero and module.is_causal and sliding_window is None and softcap is None and s_aux is None:
+        bare = module.is_causal and sliding_window is None and softcap is None and s_aux is None
+        if self.prompt_lengths is not None and bare:
             return self._prefill_attention(query, key, value, scaling), None
         packed = query[0].transpose(0, 1)
         arguments = packed, key, value, self, module.is_causal, sliding_window, scaling, softcap, s_aux
@@ -86,15 +91,21 @@ class PackedBatch(RaggedQueries):
     def _prefill_attention(self, query, key, value, scaling) -> torch.Tensor:
         """Row by row and causal, so that a long prompt never needs a mask of its length squared."""
         outputs, start = [], 0
-        for row, count in enumerate(self.counts):
+        for row, (count, length) in enumerate(zip(self.counts, self.prompt_lengths, strict=True)):
             if not count:
                 continue
+            if count < length and row not in self._tails:  # the end of a prompt that began in another row
+                self._tails[row] = torch.ones(count, length, dtype=torch.bool, device=query.device).tril(
+                    length - count
+                )
+            mask = self._tails.get(row)
             outputs.append(
                 F.scaled_dot_product_attention(
                     query[:, :, start : start + count],
-                    key[row : row + 1, :, :count],
-                    value[row : row + 1, :, :count],
-                    is_causal=True,
+                    key[row : row + 1, :, :length],
+                    value[row : row + 1, :, :length],
+                    attn_mask=mask,
+                    is_causal=mask is None,
                     scale=scaling,
                     enable_gqa=True,
                 )

@@ -57,6 +57,8 @@ class RaggedCache(Cache):
             first, last = batch.span
             used.narrow(2, first, last - first).copy_(states)
         else:
+            if batch.key_sources is not None:
+                states = states.index_select(2, batch.key_sources.to(states.device))
             where = batch.key_rows.to(states.device), slice(None), batch.key_slots.to(states.device)
             used[where] = states[0].transpose(0, 1)
         return used

@@ -1,10 +1,12 @@
 """Reading the prompts.
 
-Prompts that start from nothing are read in one packed pass, without padding. What only the target's own code knows
+Prompts that start from nothing are read in one packed pass, without padding, and what several of them begin with (a
+system prompt, `num_return_sequences`) is read once. What only the target's own code knows
 how to read (images, a reused cache, positions of the caller's, chunks, masks with holes) goes through transformers'
 prefill, and its keys and values are then copied to their slots.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +18,10 @@ from .cache import RaggedCache
 from .integration import plain_prefill
 from .passes import input_device, pack, packed_pass
 from .rows import Rows
+
+
+# Most elements of the mask of a prompt's tail; a longer one is read whole, which needs none.
+_MASK_ELEMENTS = 2**26
 
 
 @dataclass
@@ -42,14 +48,51 @@ class Prefill:
 def packed_prefill(target: Target, rows: Rows, cache: RaggedCache, first: int) -> Prefill:
     """Reads left-padded prompts of the live rows from place `first` on in one packed pass, scores at each row's last
     token only."""
-    entering = rows.live[first:]
-    counts = [rows.prompt_slots[index] for index in entering]
+    prompts = [rows.prompt(index) for index in rows.live[first:]]
+    lengths, nothing = [len(prompt) for prompt in prompts], [0] * first
     device = input_device(target.model, rows.tokens)
-    packed = pack([0] * first + counts, [0] * len(rows.live), device, starts_at_zero=True)
-    last = torch.tensor(counts, device=device).cumsum(0) - 1
-    done = packed_pass(target, torch.cat([rows.prompt(index) for index in entering]), packed, cache, last=last)
-    where = (x.to(done.features.device) for x in (packed.query_rows, packed.query_positions))
-    return Prefill(done.logits, done.features, *where)
+    counts, sources = read_once([prompt.tolist() for prompt in prompts])
+    shared = [length - count for length, count in zip(lengths, counts, strict=True)]
+    keys = {}
+    if any(shared):
+        whole = pack(nothing + lengths, [0] * len(rows.live), device)
+        keys = {
+            "key_rows": whole.query_rows,
+            "key_positions": whole.query_positions,
+            "key_sources": sources.to(device),
+        }
+    packed = pack(nothing + counts, nothing + shared, device, prompt_lengths=nothing + lengths, **keys)
+    last = sources[torch.tensor(lengths).cumsum(0) - 1].to(device)
+    tokens = torch.cat([prompt[n:] for prompt, n in zip(prompts, shared, strict=True)])
+    done = packed_pass(target, tokens, packed, cache, last=last)
+    features = done.features
+    if any(shared):
+        features = features[sources.to(features.device)]
+    where = (x.to(features.device) for x in (packed.key_rows, packed.key_positions))
+    return Prefill(done.logits, features, *where)
+
+
+def read_once(prompts: list[list[int]]) -> tuple[list[int], torch.Tensor]:
+    """Divides the reading of prompts that begin alike.
+
+    Returns:
+        per prompt, how many of its last tokens are read in its own row, maybe 0; and for all tokens of all prompts the
+        packed index of the token that is read in their place, int64 `[sum of lengths]`.
+    """
+    # In order, a prompt has most in common with the one before.
+    order = sorted(range(len(prompts)), key=prompts.__getitem__)
+    shared = [0] * len(prompts)
+    for before, this in itertools.pairwise(order):
+        pairs = enumerate(zip(prompts[before], prompts[this], strict=False))
+        alike = next((n for n, (a, b) in pairs if a != b), min(len(prompts[before]), len(prompts[this])))
+        if (len(prompts[this]) - alike) * len(prompts[this]) <= _MASK_ELEMENTS:
+            shared[this] = alike
+    counts = [len(prompt) - n for prompt, n in zip(prompts, shared, strict=True)]
+    read = torch.arange(sum(counts)).split(counts)
+    sources: dict[int, torch.Tensor] = {}
+    for before, this in zip([None, *order], order, strict=False):
+        sources[this] = torch.cat([sources[before][: shared[this]], read[this]]) if shared[this] else read[this]
+    return counts, torch.cat([sources[i] for i in range(len(prompts))])
 
 
 def own_prefill(target: Target, rows: Rows, mask, cache: RaggedCache, generation_config, model_kwargs) -> Prefill:
