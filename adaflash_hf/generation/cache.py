@@ -48,8 +48,8 @@ class RaggedCache(Cache):
 
     def _write(self, stores: list[torch.Tensor], states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         batch, store = self.batch, stores[layer_idx]
-        if store.numel() == 0 or not _fits(store, batch):
-            store = stores[layer_idx] = _grown(store, batch, states)
+        if store.numel() == 0 or store.shape[0] < batch.num_rows or store.shape[2] < batch.longest:
+            store = stores[layer_idx] = _grown(store, batch.num_rows, batch.longest, states)
         if store.shape[0] > batch.num_rows:
             store = store[: batch.num_rows]
         used = store.narrow(2, 0, batch.longest)
@@ -69,6 +69,15 @@ class RaggedCache(Cache):
             if store.numel():
                 store[destination].copy_(store[source])
 
+    def copy_beginning(self, source: int, destination: int, length: int) -> None:
+        """Gives a row the first `length` slots of another, as far as the cache has that many."""
+        for stores in (self.keys, self.values):
+            for layer, store in enumerate(stores):
+                if store.numel():
+                    if store.shape[0] <= destination:
+                        store = stores[layer] = _grown(store, destination + 1, store.shape[2], store)
+                    store[destination, :, :length].copy_(store[source, :, :length])
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.batch.longest if self.batch is not None and self.keys else 0
 
@@ -80,17 +89,13 @@ class RaggedCache(Cache):
         return tuple(store[row, :, :length].to(self.devices[layer_idx]) for store in stores)
 
 
-def _fits(store: torch.Tensor, batch: PackedBatch) -> bool:
-    return store.shape[0] >= batch.num_rows and store.shape[2] >= batch.longest
-
-
-def _grown(store: torch.Tensor, batch: PackedBatch, states: torch.Tensor) -> torch.Tensor:
-    """A larger copy. Zeros, not raw memory: a masked slot's value is multiplied by 0, which NaN would survive."""
-    rows, slots = batch.num_rows, batch.longest
+def _grown(store: torch.Tensor, rows: int, longest: int, like: torch.Tensor) -> torch.Tensor:
+    """A copy with room for so many rows, and for rows that long. Zeros, not raw memory: a masked slot's value is
+    multiplied by 0, which NaN would survive."""
+    held_rows, slots = (store.shape[0], store.shape[2]) if store.numel() else (0, 0)
+    if longest > slots:
+        slots = max(64, longest + longest // 2)
+    grown = like.new_zeros(max(rows, held_rows), like.shape[1], slots, like.shape[3])
     if store.numel():
-        rows, slots = max(rows, store.shape[0]), max(slots, store.shape[2])
-    slots = max(64, slots + slots // 2)
-    grown = states.new_zeros(rows, states.shape[1], slots, states.shape[3])
-    if store.numel():
-        grown[: store.shape[0], :, : store.shape[2]] = store
+        grown[:held_rows, :, : store.shape[2]] = store
     return grown

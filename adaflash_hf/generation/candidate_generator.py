@@ -165,6 +165,15 @@ class DiffusionCandidateGenerator(CandidateGenerator):
             recent = positions > newest[rows] - self.window
             self._pending = [(features[recent], rows[recent], positions[recent])]
 
+    def copy_beginning(self, source: int, destination: int, length: int) -> None:
+        """Gives a new row the context that another has of its first `length` tokens, which both begin with."""
+        self._cache.copy_beginning(source, destination, length)
+        for features, rows, positions in list(self._pending):
+            shared = (rows == source) & (positions < length)
+            if shared.any():
+                copies = torch.full_like(positions[shared], destination)
+                self._pending.append((features[shared], copies, positions[shared]))
+
     def move_row(self, source: int, destination: int) -> None:
         """Row `source` takes the place of the finished row `destination`, whose state is dropped."""
         self._cache.move_row(source, destination)

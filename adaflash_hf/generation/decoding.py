@@ -90,6 +90,8 @@ def assisted_decoding(
                 "concern a whole batch at once: drop them, or call `generate` on batches."
             )
     prefill = outputs = None
+    # A window's features are gone where another row would begin with them.
+    copy_context = generator.copy_beginning if generator.window is None else None
 
     while rows.live or rows.waiting:
         clock, first = time.perf_counter(), len(rows.live)
@@ -98,7 +100,7 @@ def assisted_decoding(
             # 2. Let waiting rows in: their prompts in one pass, scores at each row's last token only.
             rows.admit(queue.max_live_rows - first)
             if prefill_kwargs is None:
-                prefill = packed_prefill(target, rows, ragged_cache, first)
+                prefill = packed_prefill(target, rows, ragged_cache, first, copy_context)
             else:
                 prefill = own_prefill(target, rows, mask, ragged_cache, generation_config, prefill_kwargs)
             outputs = Outputs(generation_config, rows, prefill) if outputs is None else outputs

@@ -1,14 +1,16 @@
 """Reading the prompts.
 
-Prompts that start from nothing are read in one packed pass, without padding, and what several of them begin with (a
-system prompt, `num_return_sequences`) is read once. What only the target's own code knows
-how to read (images, a reused cache, positions of the caller's, chunks, masks with holes) goes through transformers'
-prefill, and its keys and values are then copied to their slots.
+Prompts that start from nothing are read in one packed pass, without padding. What several of them begin with (a system
+prompt, `num_return_sequences`) is read once, and what rows that are being generated begin with isn't read again. What
+only the target's own code knows how to read (images, a reused cache, positions of the caller's, chunks, masks with
+holes) goes through transformers' prefill, and its keys and values are then copied to their slots.
 """
 
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ..errors import AdaFlashValueError
@@ -45,54 +47,98 @@ class Prefill:
     attentions: tuple | None = None
 
 
-def packed_prefill(target: Target, rows: Rows, cache: RaggedCache, first: int) -> Prefill:
+def packed_prefill(
+    target: Target, rows: Rows, cache: RaggedCache, first: int, copy_context: Callable | None = None
+) -> Prefill:
     """Reads left-padded prompts of the live rows from place `first` on in one packed pass, scores at each row's last
-    token only."""
+    token only.
+
+    Args:
+        copy_context: called with a live row, a new one, and how many tokens both begin with, which then aren't read;
+            left out where the drafter can't do without their features.
+    """
     prompts = [rows.prompt(index) for index in rows.live[first:]]
+    held = [] if copy_context is None else [rows.cached(index).cpu().numpy() for index in rows.live[:first]]
+    reading = read_once([prompt.tolist() for prompt in prompts], held)
+    for new, (row, length) in enumerate(reading.copies, start=first):
+        if length:
+            cache.copy_beginning(row, new, length)
+            copy_context(row, new, length)
     lengths, nothing = [len(prompt) for prompt in prompts], [0] * first
     device = input_device(target.model, rows.tokens)
-    counts, sources = read_once([prompt.tolist() for prompt in prompts])
-    shared = [length - count for length, count in zip(lengths, counts, strict=True)]
+    copied = [length for _, length in reading.copies]
+    starts = [length - count for length, count in zip(lengths, reading.counts, strict=True)]
     keys = {}
-    if any(shared):
-        whole = pack(nothing + lengths, [0] * len(rows.live), device)
+    if starts != copied:
+        written = pack(
+            nothing + [length - n for length, n in zip(lengths, copied, strict=True)], nothing + copied, device
+        )
         keys = {
-            "key_rows": whole.query_rows,
-            "key_positions": whole.query_positions,
-            "key_sources": sources.to(device),
+            "key_rows": written.query_rows,
+            "key_positions": written.query_positions,
+            "key_sources": reading.sources.to(device),
         }
-    packed = pack(nothing + counts, nothing + shared, device, prompt_lengths=nothing + lengths, **keys)
-    last = sources[torch.tensor(lengths).cumsum(0) - 1].to(device)
-    tokens = torch.cat([prompt[n:] for prompt, n in zip(prompts, shared, strict=True)])
-    done = packed_pass(target, tokens, packed, cache, last=last)
+    packed = pack(nothing + reading.counts, nothing + starts, device, prompt_lengths=nothing + lengths, **keys)
+    ends = torch.tensor([length - n for length, n in zip(lengths, copied, strict=True)]).cumsum(0) - 1
+    tokens = torch.cat([prompt[n:] for prompt, n in zip(prompts, starts, strict=True)])
+    done = packed_pass(target, tokens, packed, cache, last=reading.sources[ends].to(device))
     features = done.features
-    if any(shared):
-        features = features[sources.to(features.device)]
+    if keys:
+        features = features[reading.sources.to(features.device)]
     where = (x.to(features.device) for x in (packed.key_rows, packed.key_positions))
     return Prefill(done.logits, features, *where)
 
 
-def read_once(prompts: list[list[int]]) -> tuple[list[int], torch.Tensor]:
-    """Divides the reading of prompts that begin alike.
+@dataclass
+class Reading:
+    """How to read prompts that begin alike.
 
-    Returns:
-        per prompt, how many of its last tokens are read in its own row, maybe 0; and for all tokens of all prompts the
-        packed index of the token that is read in their place, int64 `[sum of lengths]`.
+    Attributes:
+        copies: per prompt, the held text that it begins like, and how many tokens both have in common.
+        counts: per prompt, how many of its last tokens are read in its own row, maybe 0.
+        sources: for all tokens that aren't copied, prompt by prompt, the packed index of the token that is read in
+            their place, int64.
     """
-    # In order, a prompt has most in common with the one before.
+
+    copies: list[tuple[int, int]]
+    counts: list[int]
+    sources: torch.Tensor
+
+
+def read_once(prompts: list[list[int]], held: Sequence[np.ndarray] = ()) -> Reading:
+    """Divides the reading of prompts, of which some begin alike, or like texts whose keys are at hand."""
+    texts, copies = [np.array(prompt) for prompt in prompts], []
+    for text in texts:
+        # The last token is read in any case: it says what comes next.
+        found = [(_shared(other, text[:-1]), row) for row, other in enumerate(held)]
+        length, row = max(found, default=(0, 0))
+        copies.append((row, length))
+    starts = [length for _, length in copies]
+    # In order, a prompt has most in common with the one before, and so with what that one is copied from.
     order = sorted(range(len(prompts)), key=prompts.__getitem__)
-    shared = [0] * len(prompts)
     for before, this in itertools.pairwise(order):
-        pairs = enumerate(zip(prompts[before], prompts[this], strict=False))
-        alike = next((n for n, (a, b) in pairs if a != b), min(len(prompts[before]), len(prompts[this])))
-        if (len(prompts[this]) - alike) * len(prompts[this]) <= _MASK_ELEMENTS:
-            shared[this] = alike
-    counts = [len(prompt) - n for prompt, n in zip(prompts, shared, strict=True)]
+        alike = _shared(texts[before], texts[this])
+        if alike > starts[this]:
+            starts[this] = alike
+            copies[this] = copies[before][0], min(copies[before][1], alike)
+    counts = [len(prompt) - n for prompt, n in zip(prompts, starts, strict=True)]
     read = torch.arange(sum(counts)).split(counts)
     sources: dict[int, torch.Tensor] = {}
     for before, this in zip([None, *order], order, strict=False):
-        sources[this] = torch.cat([sources[before][: shared[this]], read[this]]) if shared[this] else read[this]
-    return counts, torch.cat([sources[i] for i in range(len(prompts))])
+        copied = copies[this][1]
+        sources[this] = read[this]
+        if starts[this] > copied:
+            skipped = copies[before][1]
+            sources[this] = torch.cat([sources[before][copied - skipped : starts[this] - skipped], read[this]])
+    return Reading(copies, counts, torch.cat([sources[i] for i in range(len(prompts))]))
+
+
+def _shared(before: np.ndarray, prompt: np.ndarray) -> int:
+    """How many tokens a prompt begins with like another text; 0 where it is better read whole."""
+    length = min(len(before), len(prompt))
+    different = before[:length] != prompt[:length]
+    alike = int(different.argmax()) if different.any() else length
+    return alike if (len(prompt) - alike) * len(prompt) <= _MASK_ELEMENTS else 0
 
 
 def own_prefill(target: Target, rows: Rows, mask, cache: RaggedCache, generation_config, model_kwargs) -> Prefill:

@@ -58,6 +58,10 @@ class Rows:
         """The visible tokens of a row's prompt, int64 `[n]`."""
         return self.tokens[index, : self.prompt_width][self._visible[index]]
 
+    def cached(self, index: int) -> torch.Tensor:
+        """The tokens of a row that the caches hold, int64 `[n]`: all that it may look at, less the last."""
+        return torch.cat([self.prompt(index), self.tokens[index, self.prompt_width : self.lengths[index]]])[:-1]
+
     def commit(self, index: int, tokens: list[int]) -> None:
         """Appends tokens to the row at a batch index."""
         length = self.lengths[index]

@@ -44,9 +44,9 @@ class RaggedQueries:
     Args:
         query_rows, query_positions: int64 `[T]`; the queries of a row are consecutive, rows in order, and so are the
             positions within a row.
-        num_rows: rows of the cache; each has at least one query.
+        num_rows: rows of the cache.
         longest: slots to attend over, one more than the highest position of any row.
-        counts: queries per row.
+        counts: queries per row, maybe 0.
         block_ends: int64 `[rows]`, last position that a row's queries may see, where attention isn't causal.
         ring: positions that the cache has slots for, where it keeps only the latest ones of each row: position p lies
             in slot p modulo `ring`. `None` where each position has its own slot. Needs `block_ends`.
@@ -218,7 +218,9 @@ def ragged_attention_torch(query, key, value, queries, causal, window, scale, so
     many more queries than the others in part on their own."""
     if softcap is not None or sinks is not None:
         return ragged_attention_with_weights(query, key, value, queries, causal, window, scale, softcap, sinks)[0]
-    if len(query) == 1:  # a third faster than heads stacked, since there are more of them than threads
+    if (
+        len(query) == queries.num_rows == 1
+    ):  # a third faster than heads stacked, since there are more of them than threads
         mask = queries.mask(causal, window, 1, query.dtype)
         mask = None if mask is None else mask.to(query.device)
         key, value = in_use(key, queries), in_use(value, queries)

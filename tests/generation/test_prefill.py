@@ -1,5 +1,6 @@
 """Prompts that begin alike are read once, and nothing else changes."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,8 +9,10 @@ from tiny import TARGETS, make_drafter, make_target
 from transformers import LlamaForCausalLM
 
 from adaflash_hf import generate_many
+from adaflash_hf.generation import decoding
 from adaflash_hf.generation import prefill as prefill_module
-from adaflash_hf.generation.prefill import read_once
+from adaflash_hf.generation.candidate_generator import DiffusionCandidateGenerator
+from adaflash_hf.generation.prefill import packed_prefill, read_once
 from adaflash_hf.generation.rows import left_padded
 
 
@@ -18,22 +21,47 @@ SYSTEM = [7, 3, 9, 9, 4]
 PROMPTS = [[*SYSTEM, 5, 6], [8], SYSTEM, [*SYSTEM, 5, 11, 3, 4], [2, 3], [*SYSTEM, 5, 6]]
 
 
+TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+
+
+def beginnings(texts) -> set[tuple[int, ...]]:
+    return {tuple(text[:n]) for text in texts for n in range(1, len(text) + 1)}
+
+
 @settings(deadline=None)
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=7))
-def test_every_beginning_is_read_once(prompts):
-    counts, sources = read_once(prompts)
-    beginnings = {tuple(prompt[:n]) for prompt in prompts for n in range(1, len(prompt) + 1)}
-    assert sum(counts) == len(beginnings)
-    own = zip(prompts, counts, strict=True)
+@given(st.lists(TEXT, min_size=1, max_size=7), st.lists(TEXT, max_size=4))
+def test_every_beginning_is_read_once(prompts, held):
+    reading = read_once(prompts, [np.array(text) for text in held])
+    known = beginnings(held)
+    wholly_held = {tuple(prompt) for prompt in prompts if tuple(prompt) in known}
+    assert sum(reading.counts) == len(beginnings(prompts) - known) + len(wholly_held)
+    assert rows_of(reading, prompts, held) == [[tuple(p[: i + 1]) for i in range(len(p))] for p in prompts]
+
+
+def rows_of(reading, prompts, held) -> list[list[tuple[int, ...]]]:
+    """What each row holds in the end: at each place, all tokens up to it that its key was made of."""
+    own = zip(prompts, reading.counts, strict=True)
     read = [tuple(prompt[: i + 1]) for prompt, n in own for i in range(len(prompt) - n, len(prompt))]
-    wanted = [tuple(prompt[: i + 1]) for prompt in prompts for i in range(len(prompt))]
-    assert [read[i] for i in sources.tolist()] == wanted
+    sources, rows = reading.sources.tolist(), []
+    for prompt, (row, length) in zip(prompts, reading.copies, strict=True):
+        copied = [tuple(held[row][: i + 1]) for i in range(length)]
+        rows.append(copied + [read[sources.pop(0)] for _ in prompt[length:]])
+    assert not sources
+    return rows
 
 
 def test_a_long_tail_is_read_whole(monkeypatch):
     monkeypatch.setattr(prefill_module, "_MASK_ELEMENTS", 20)
-    counts, sources = read_once([[1, 2, 3], [1, 2, 4], [1, *range(5, 12)]])
-    assert counts == [3, 1, 8] and sources.tolist() == [0, 1, 2, 0, 1, 3, *range(4, 12)]
+    reading = read_once([[1, 2, 3], [1, 2, 4], [1, *range(5, 12)]])
+    assert reading.counts == [3, 1, 8] and reading.sources.tolist() == [0, 1, 2, 0, 1, 3, *range(4, 12)]
+
+
+@pytest.mark.parametrize("most", [6, 12, 20, 60])
+def test_long_tails_beside_held_texts(most, monkeypatch):
+    monkeypatch.setattr(prefill_module, "_MASK_ELEMENTS", most)
+    prompts, held = [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 9], [1, 2, 8], [1, 2, 3, 4]], [[3], [1, 2, 3, 7]]
+    reading = read_once(prompts, [np.array(text) for text in held])
+    assert rows_of(reading, prompts, held) == [[tuple(p[: i + 1]) for i in range(len(p))] for p in prompts]
 
 
 def read_tokens(monkeypatch) -> list[int]:
@@ -76,10 +104,42 @@ def test_several_sequences_read_their_prompt_once(monkeypatch):
     assert len({tuple(row) for row in sequences.tolist()}) > 4
 
 
-def test_rows_that_enter_beside_live_ones():
-    target, drafter = make_target(), make_drafter()
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("kind", TARGETS)
+def test_rows_that_enter_beside_live_ones(kind, window):
+    target, drafter = make_target(kind), make_drafter()
+    drafter.generation_config.context_window = window
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(14)]
-    answers = generate_many(target, drafter, prompts, max_live_rows=4, **GREEDY)
+    answers = generate_many(target, drafter, prompts, max_live_rows=4, eos_token_id=[3, 4], pad_token_id=0, **GREEDY)
     for prompt, answer in zip(prompts, answers, strict=True):
-        plain = target.generate(torch.tensor([prompt]), **GREEDY)[0, len(prompt) :]
-        assert answer == plain.tolist()
+        plain = target.generate(torch.tensor([prompt]), eos_token_id=[3, 4], pad_token_id=0, **GREEDY)
+        assert answer == plain[0, len(prompt) :].tolist()
+
+
+def test_what_live_rows_begin_with_is_not_read_again(monkeypatch):
+    """Fewer tokens are read, and target and drafter go on as if all had been."""
+    target, drafter = make_target(), make_drafter()
+    drafter.generation_config.length_policy = "fixed"
+    prompts = [[*SYSTEM, 5, 6 + i, *range(i)] for i in range(12)]
+
+    def run():
+        hidden, original = [], DiffusionCandidateGenerator._block_hidden
+
+        def record(*arguments):
+            hidden.append(original(*arguments))
+            return hidden[-1]
+
+        with monkeypatch.context() as patch:
+            seen = read_tokens(patch)
+            patch.setattr(DiffusionCandidateGenerator, "_block_hidden", record)
+            answers = generate_many(
+                target, drafter, prompts, 3, progress_bar=False, eos_token_id=[3, 4, 5], pad_token_id=0, **GREEDY
+            )
+        return answers, sum(seen), hidden
+
+    answers, tokens, hidden = run()
+    monkeypatch.setattr(decoding, "packed_prefill", lambda *arguments: packed_prefill(*arguments[:-1]))
+    plain_answers, plain_tokens, plain_hidden = run()
+    assert answers == plain_answers and len({len(answer) for answer in answers}) > 2
+    assert tokens <= plain_tokens - 6 * len(SYSTEM)  # two rows in three or more enter beside a live one
+    torch.testing.assert_close(hidden, plain_hidden)

@@ -55,6 +55,8 @@ def check(both, queries, arguments, dtype, **options):
         ((3, 1), (30, 2), (4, 2, 16), torch.float32, {"softcap": 5.0, "scale": 1.0}),
         ((40, 17), (0, 0), (4, 2, 16), torch.float32, {"window": 9}),
         ((2, 3), (20, 1), (7, 1, 16), torch.float32, {"sinks": True, "window": 4}),
+        ((0, 1, 0), (9, 6, 3), (4, 2, 16), torch.float32, {"window": 4}),
+        ((0, 5, 2), (9, 6, 3), (4, 2, 16), torch.float32, {"causal": False}),
     ],
 )
 def test_equals_twin(both, device, counts, past, shape, dtype, options):
