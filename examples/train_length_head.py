@@ -48,7 +48,7 @@ def main():
         ScriptArguments, RolloutArguments, AdaFlashTrainingArguments, length_head_only=True
     )
     output = Path(args.output_dir)
-    target, tokenizer = load_target(script, device=args.device)
+    target, tokenizer = load_target(script, "bfloat16" if args.bf16 else "auto", args.device)
     drafter = AdaFlashDrafter.from_pretrained(script.drafter, dtype="float32")
     if script.new_head:
         drafter.length_head = None

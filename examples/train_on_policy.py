@@ -36,7 +36,7 @@ def main():
         ScriptArguments, RolloutArguments, AdaFlashTrainingArguments, mode="on_policy", draft_vocab_size=0
     )
     output = Path(args.output_dir)
-    target, tokenizer = load_target(script, device=args.device)
+    target, tokenizer = load_target(script, "bfloat16" if args.bf16 else "auto", args.device)
     drafter = make_drafter(target, script)
 
     # 1. Rollouts: in this process, or from worker processes.

@@ -50,7 +50,7 @@ class BenchmarkArguments:
     target: str | None = field(default=None, metadata={"help": "Folder or Hub id; default SmolLM2-135M-Instruct."})
     dtype: str = field(default="auto", metadata={"help": "float32, bfloat16, or what the device is fast in (auto)."})
     device: str = field(default="auto", metadata={"help": "cpu, cuda, or the GPU if there is one (auto)."})
-    pack: bool = field(default=True, metadata={"help": "Pack float32 weights on a CPU, for every method alike."})
+    pack: bool = field(default=True, metadata={"help": "Pack weights on a CPU, for every method alike."})
     methods: list[str] = field(default_factory=lambda: list(METHODS), metadata={"help": f"Of {METHODS}."})
     concurrency: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32], metadata={"help": "Rows per batch."})
     domains: list[str] = field(default_factory=lambda: list(DOMAINS), metadata={"help": f"Of {DOMAINS}."})
@@ -106,7 +106,7 @@ def load(arguments: BenchmarkArguments):
             "The drafter's `num_assistant_tokens` is 0: raise it, or there is nothing to measure."
         )
     target.to(device)
-    if device == "cpu" and dtype == torch.float32 and arguments.pack:
+    if device == "cpu" and arguments.pack:
         pack_linear_weights(target)
         pack_linear_weights(drafter, half=True)
     if tokenizer.pad_token is None:

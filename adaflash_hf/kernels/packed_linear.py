@@ -5,9 +5,12 @@ PyTorch's CPU matmul re-packs a float32 weight on every call with 2 or more rows
 `generate` on a packed model is the fair baseline for drafting on it. Sums are taken in another order, so outputs
 differ from the unpacked model by rounding.
 
-A drafter's weights may also be packed as float16 (`half`), with sums in float32: half the memory traffic, of which the
-draft of a few rows consists (measured here: a block through a layer takes 0.6 times as long). That moves drafts by a
-rounding error and so changes which tokens are proposed, never which come out.
+In bfloat16, where the processor computes in it, a pass of SmolLM2-135M over 1 to 8 tokens takes 28 to 32 ms packed and
+40 to 44 unpacked, one token in 32 rows 99 and 117 (measured on two Zen 4 cores).
+
+A float32 drafter's weights may also be packed as float16 (`half`), with sums in float32: half the memory traffic, of
+which the draft of a few rows consists (measured here: a block through a layer takes 0.6 times as long). That moves
+drafts by a rounding error and so changes which tokens are proposed, never which come out.
 
 Inference only: the packed copy doesn't follow later changes of the weight. Call `pack_linear_weights` again after one.
 """
@@ -38,19 +41,25 @@ class HalfPackedLinear(PackedLinear):
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether the weight can be packed: dense float32 on a CPU whose build has oneDNN."""
+    """Whether the weight can be packed: dense float32 or bfloat16 on a CPU whose build has oneDNN, the latter where
+    oneDNN computes in it."""
     plain = type(weight) in (torch.Tensor, nn.Parameter) and weight.device.type == "cpu"
-    return plain and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    if not (plain and torch.backends.mkldnn.is_available()):
+        return False
+    half = weight.dtype == torch.bfloat16
+    return weight.dtype == torch.float32 or (half and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def can_pack_half(weight: torch.Tensor) -> bool:
     """Whether it can also be packed as float16: in its range, and FBGEMM (x86 only) is there."""
-    fits = can_pack(weight) and "fbgemm" in torch.backends.quantized.supported_engines
+    fits = (
+        can_pack(weight) and weight.dtype == torch.float32 and "fbgemm" in torch.backends.quantized.supported_engines
+    )
     return fits and bool(weight.abs().max() <= torch.finfo(torch.float16).max)
 
 
 class _Product:
-    """From float32 `[..., in]` to `[..., out]`, without a gradient, for a weight that can be packed."""
+    """From `[..., in]` in the weight's dtype to `[..., out]`, without a gradient, for a weight that can be packed."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, half: bool):
         self.half, self.bias = half and can_pack_half(weight), bias

@@ -41,7 +41,8 @@ def run_training(
     args: AdaFlashTrainingArguments,
     external_workers: bool = False,
 ) -> Path:
-    """Trains as `args` say, going on from the newest complete checkpoint of `args.output_dir`.
+    """Trains as `args` say, going on from the newest complete checkpoint of `args.output_dir`. With `bf16` the target
+    computes in bfloat16, too.
 
     Args:
         external_workers: `on_policy`: rollouts come from worker processes (`run_worker`), not from this one.
@@ -50,7 +51,7 @@ def run_training(
         The folder of the finished drafter, `OUTPUT_DIR/drafter`.
     """
     output = Path(args.output_dir)
-    target, tokenizer = load_target(prompts, device=args.device)
+    target, tokenizer = load_target(prompts, "bfloat16" if args.bf16 else "auto", args.device)
     worker, dataset = None, None
     if args.mode == "on_policy":
         if prompts.features is not None:

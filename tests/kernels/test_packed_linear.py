@@ -43,9 +43,27 @@ def test_gradients_use_the_parameters():
 
 
 def test_what_cannot_be_packed_is_left_alone():
-    assert not can_pack(torch.randn(4, 4, dtype=torch.bfloat16))
+    assert not can_pack(torch.randn(4, 4, dtype=torch.float64))
     assert not can_pack(torch.randn(4, 4, device="meta"))
+    assert pack_linear_weights(nn.Linear(4, 4).double()) == 0
+
+
+def test_bfloat16_is_left_alone_where_onednn_does_not_compute_in_it(monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     assert pack_linear_weights(nn.Linear(4, 4).bfloat16()) == 0
+
+
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 on this processor"
+)
+@pytest.mark.parametrize("rows", [(1,), (2, 5), (17,)])
+def test_bfloat16_is_packed_as_such(rows):
+    layer, x = nn.Linear(31, 45).bfloat16(), torch.randn(*rows, 31, dtype=torch.bfloat16)
+    expected = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
+    assert pack_linear_weights(layer, half=True) == 1 and type(layer) is PackedLinear
+    with torch.no_grad():
+        assert layer(x).dtype == torch.bfloat16
+        torch.testing.assert_close(layer(x).double(), expected, rtol=2e-2, atol=2e-2)
 
 
 def test_packed_models_generate_as_packed_plain():
