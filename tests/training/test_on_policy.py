@@ -10,6 +10,7 @@ import torch
 from processes import start
 from test_trainer import arguments
 from tiny import make_drafter, make_target
+from transformers import TrainerCallback
 
 from adaflash_hf import AdaFlashDrafter, AdaFlashError, AdaFlashValueError
 from adaflash_hf.training.exchange import Exchange
@@ -37,8 +38,17 @@ def make_trainer(folder, worker=None, **overrides):
     return AdaFlashTrainer(make_drafter(head="survival"), make_target(), args, rollout_worker=worker)
 
 
+class Pause(TrainerCallback):
+    """Keeps a trainer within two steps of a mark until `kill_at_random_points` has seen it and killed."""
+
+    def on_step_end(self, *args, **kwargs):
+        time.sleep(0.15)
+
+
 def run_trainer(folder, in_process):
-    make_trainer(folder, make_worker(folder) if in_process else None).train(resume_from_checkpoint=True)
+    trainer = make_trainer(folder, make_worker(folder) if in_process else None)
+    trainer.add_callback(Pause())
+    trainer.train(resume_from_checkpoint=True)
 
 
 def run_worker(folder):
