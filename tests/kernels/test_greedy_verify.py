@@ -82,7 +82,8 @@ def test_split_vocabulary_gives_the_same(monkeypatch, both, device):
     check(both, scores, drafts(scores, 0), [3])
 
 
-def test_extreme_scores(both, device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_extreme_scores(both, device, dtype):
     scores = torch.full((8, 300), -INF, device=device)
     scores[0, 299] = 0.0  # all but one
     scores[1, [7, 100, 280]] = 3.0  # equal maxima
@@ -92,13 +93,15 @@ def test_extreme_scores(both, device):
     scores[5] = torch.randn(300) * 1e30
     scores[6, :] = -1e38
     tokens = torch.tensor([0, 299, 7, 0, 0, 200, 5, 0], device=device)
+    scores = scores.to(dtype)
     check(both, scores, tokens, [8])
     check(both, torch.zeros(2, 9000, device=device), tokens[6:] * 0, [2])  # equal maxima in several blocks of a part
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bad", [0, 1, 2, 3])
-def test_nan_is_reported_and_never_accepted(both, device, bad):
-    scores = torch.randn(6, 40, device=device)
+def test_nan_is_reported_and_never_accepted(both, device, bad, dtype):
+    scores = torch.randn(6, 40, device=device).to(dtype)
     tokens = scores.argmax(-1).roll(1)
     scores[bad, 11] = float("nan")
     if bad < 2:
