@@ -64,6 +64,13 @@ class AdaFlashRotaryEmbedding(nn.Module):
         self.inv_freq = nn.Buffer(inv_freq, persistent=False)
         self.original_inv_freq = nn.Buffer(inv_freq.clone(), persistent=False)
 
+    def _apply(self, fn, *args, **kwargs):
+        frequencies = self.inv_freq, self.original_inv_freq
+        super()._apply(fn, *args, **kwargs)
+        if not frequencies[0].is_meta and not self.inv_freq.is_meta:  # `to(dtype)` would round them
+            self.inv_freq, self.original_inv_freq = (x.to(self.inv_freq.device) for x in frequencies)
+        return self
+
     @staticmethod
     def _default_frequencies(config: AdaFlashConfig, device=None, **kwargs) -> tuple[torch.Tensor, float]:
         size = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))

@@ -1,6 +1,7 @@
 """What drafting, verification and training need to know of a target: its layers, embedding, head, and layer taps."""
 
 import contextlib
+import threading
 
 import torch
 from torch import nn
@@ -72,12 +73,15 @@ class Target:
 
     @contextlib.contextmanager
     def taps(self):
-        """While open, every forward pass of the target adds to the yielded dict: layer id -> outputs `[b, n, d]`."""
+        """While open, every forward pass of the target in this thread adds to the yielded dict: layer id -> outputs
+        `[b, n, d]`."""
         captured: dict[int, list[torch.Tensor]] = {i: [] for i in self.layer_ids}
+        thread = threading.get_ident()
 
         def hook(layer_id):
             def capture(module, args, output):
-                captured[layer_id].append(output[0] if isinstance(output, tuple) else output)
+                if threading.get_ident() == thread:
+                    captured[layer_id].append(output[0] if isinstance(output, tuple) else output)
 
             return capture
 

@@ -12,6 +12,8 @@ in full. `--length_head length` trains AdaFlash's own kind.
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from transformers import set_seed
+
 from adaflash_hf import AdaFlashDrafter
 from adaflash_hf.evaluation.acceptance import measure_acceptance
 from adaflash_hf.target import Target
@@ -53,6 +55,7 @@ def main():
     if script.new_head:
         drafter.length_head = None
     if drafter.length_head is None:
+        set_seed(args.seed)
         attach_length_head(drafter, script.length_head, script.bottleneck_size)
 
     # 1. The target's responses and features.
@@ -63,9 +66,12 @@ def main():
     # 2. Train and calibrate.
     trainer = AdaFlashTrainer(drafter, target, args, train_dataset=dataset)
     trainer.train(resume_from_checkpoint=True)
-    print(calibrate_head(trainer, dataset).table())
+    if args.should_save:
+        print(calibrate_head(trainer, dataset).table())
     record_training(trainer, script, rollout, flags)
     trainer.save_drafter(output / "drafter")
+    if not args.should_save:
+        return
 
     # 3. Compare with verifying whole blocks.
     drafter = AdaFlashDrafter.from_pretrained(output / "drafter", dtype=target.dtype).to(target.device)

@@ -37,7 +37,7 @@ def main():
     )
     output = Path(args.output_dir)
     target, tokenizer = load_target(script, "bfloat16" if args.bf16 else "auto", args.device)
-    drafter = make_drafter(target, script)
+    drafter = make_drafter(target, script, args.seed)
 
     # 1. Rollouts: in this process, or from worker processes.
     worker = None

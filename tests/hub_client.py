@@ -51,7 +51,8 @@ def main(folder: Path) -> dict:
     found["sharded"] = same(AdaFlashDrafter.from_pretrained("org/drafter", revision="sharded"), drafter)
     found["main_untouched"] = same(AdaFlashDrafter.from_pretrained("org/drafter"), changed)
 
-    # 4. Sharded over a whole file: the old file must not win.
+    # 4. Sharded over a whole file: the old file must not win, and what is no weight of this model stays.
+    HfApi().upload_file(repo_id="org/drafter", path_in_repo="inner/model.safetensors", path_or_fileobj=b"other")
     drafter.push_to_hub("org/drafter", max_shard_size="20KB")
     found["sharded_over_whole"] = same(AdaFlashDrafter.from_pretrained("org/drafter"), drafter)
 

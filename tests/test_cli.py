@@ -1,6 +1,7 @@
 """The `adaflash` command."""
 
 import json
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -280,6 +281,12 @@ def test_train(tmp_path, training):
     assert cli.main(training) == 0  # repeated: nothing more is learned
     again = load_file(tmp_path / "out" / "drafter" / "model.safetensors")
     assert again.keys() == weights.keys() and torch.equal(again["fc.weight"], weights["fc.weight"])
+    # Killed before its first checkpoint, a run begins as it began, though the features are there already.
+    for path in (tmp_path / "out").glob("checkpoint-*"):
+        shutil.rmtree(path)
+    assert cli.main(training) == 0
+    again = load_file(tmp_path / "out" / "drafter" / "model.safetensors")
+    assert torch.equal(again["fc.weight"], weights["fc.weight"])
 
 
 def test_training_is_recorded_in_the_card(tmp_path, training, caplog, capsys):

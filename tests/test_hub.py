@@ -103,6 +103,7 @@ def test_what_was_pushed(pushed):
     shards = [name for name in hub.files("org/drafter", "sharded") if name.endswith(".safetensors")]
     assert len(shards) > 1 and "model.safetensors" not in hub.files("org/drafter", "sharded")
     assert "model.safetensors" not in hub.files("org/drafter")
+    assert hub.files("org/drafter")["inner/model.safetensors"] == b"other"
     assert sorted(name for name in hub.files("org/drafter") if name.endswith(".py")) == CODE
 
     card = metadata(found["card"])

@@ -158,3 +158,11 @@ def test_gradient_checkpointing_changes_no_gradient():
     drafter.activation_checkpointing_enable()
     for ours, theirs in zip(gradients(), before, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_position_frequencies_stay_in_float32():
+    drafter = make_drafter()
+    before = drafter.rotary_emb.inv_freq.clone()
+    rotary = drafter.to(torch.bfloat16).rotary_emb
+    assert drafter.fc.weight.dtype == torch.bfloat16
+    assert torch.equal(rotary.inv_freq, before) and torch.equal(rotary.original_inv_freq, before)

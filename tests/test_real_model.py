@@ -65,6 +65,7 @@ def test_evaluation_prompts_are_never_trained_on(domain):
     assert len(held_out) == 40
     trained_on = set(training_prompts(domain, 4000))
     assert not held_out & trained_on
+    assert not any(" at 0x" in prompt for prompt in trained_on)  # other addresses, so other text, in each process
     others = {"chat": prompts._mt_bench, "math": prompts._gsm8k, "code": prompts._human_eval}[domain]()
     assert len(set(others) & trained_on) >= len(others) / 2 - 1  # but for those that share wording
 

@@ -65,7 +65,8 @@ def save_drafter(drafter, folder, layout: str, include_length_head: bool = True,
 
 
 def convert(source, folder, layout: str, include_length_head: bool = True, target=None, **kwargs) -> None:
-    """Reads a drafter in any layout and writes it in `layout`; tensors keep their values and dtype.
+    """Reads a drafter in any layout and writes it in `layout`. Tensors keep their values, in the dtype
+    that the source's `config.json` names (`dtype` overrides it).
 
     Args:
         source: folder or Hub id.

@@ -87,12 +87,14 @@ def benchmark_results(measured: dict, method: str) -> dict:
         )
     prompts = max(record["concurrency"] for record in records)
     environment = measured["environment"]
+    batches = environment["arguments"].get("batches", 1)
+    shown = f"one batch of {prompts}" if batches == 1 else f"{batches} batches of {prompts}"
     return {
         "tau": {r["domain"]: round(r["tau"], 2) for r in records if r["concurrency"] == prompts},
         "command": environment["command"],
         "versions": {package: environment[package] for package in ("torch", "transformers")},
         "settings": f"Greedy, {environment['dtype'].removeprefix('torch.')} on {environment['device']}, "
-        f"{environment['arguments']['max_new_tokens']} new tokens, length policy `{method}`, one batch of {prompts} "
+        f"{environment['arguments']['max_new_tokens']} new tokens, length policy `{method}`, {shown} "
         "held-out prompts a domain.",
     }
 

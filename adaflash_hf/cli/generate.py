@@ -99,8 +99,7 @@ def load(options: GenerateArguments):
     if options.dtype not in dtypes:
         raise AdaFlashValueError(f"`dtype` is {options.dtype!r}: use one of {', '.join(dtypes)}.")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    drafter = AdaFlashDrafter.from_pretrained(options.drafter)
-    name = options.target or drafter.config.target_model
+    name = options.target or AdaFlashDrafter.from_pretrained(options.drafter).config.target_model
     if name is None:
         raise AdaFlashValueError("The drafter doesn't name its target: pass `--target`.")
     if name == DEFAULT_TARGET:
@@ -110,7 +109,8 @@ def load(options: GenerateArguments):
         tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.chat_template is None:
         raise AdaFlashValueError(f"{name} has no chat template: use an instruction-tuned target.")
-    return target.to(device), tokenizer, drafter.to(device=device, dtype=target.dtype)
+    drafter = AdaFlashDrafter.from_pretrained(options.drafter, dtype=target.dtype)
+    return target.to(device), tokenizer, drafter.to(device)
 
 
 def answer(target, tokenizer, drafter, messages: list[dict], flags: dict, options: GenerateArguments) -> str:

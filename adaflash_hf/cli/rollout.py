@@ -10,7 +10,7 @@ Answers prompts with the target, drafting with the newest drafter that the train
 to the trainer through a folder. Start it beside a trainer, with the same target and prompts; either side may be killed
 and started again at any moment.
 
-  adaflash train --mode on_policy --external_workers --max_steps 2000 --output_dir runs/mine
+  adaflash train --mode on_policy --external_workers --max_steps 2000 --drafter runs/try/drafter --output_dir runs/mine
   adaflash rollout --exchange runs/mine/exchange --device cuda:1"""
 
 

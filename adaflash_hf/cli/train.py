@@ -26,7 +26,7 @@ names a Hub data set with a text column of prompts, and `--mask_token_id` an id 
 
 With `--mode on_policy` the text is written while the drafter learns: see `adaflash rollout --help`.
 
-The options up to --top_k are about the drafter and its text; those after them are of AdaFlashTrainingArguments
+The options up to --max_backlog are about the drafter and its text; those after them are of AdaFlashTrainingArguments
 and transformers.TrainingArguments."""
 
 

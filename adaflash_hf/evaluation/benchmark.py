@@ -123,12 +123,16 @@ def run(target, inputs, drafter, method: str, temperature: float, max_new_tokens
         options["assistant_model"] = drafter
     if method == "transformers_dflash":
         options["speculation_type"] = "dflash"
+    own = drafter.generation_config.length_policy
     if method in OURS:
         drafter.generation_config.length_policy = method
-    with collect_statistics() as calls:
-        start = time.perf_counter()
-        sequences = target.generate(**inputs, **options).cpu()
-        seconds = time.perf_counter() - start
+    try:
+        with collect_statistics() as calls:
+            start = time.perf_counter()
+            sequences = target.generate(**inputs, **options).cpu()
+            seconds = time.perf_counter() - start
+    finally:
+        drafter.generation_config.length_policy = own
     return sequences[:, inputs["input_ids"].shape[1] :], seconds, calls[0] if calls else None
 
 
@@ -213,7 +217,9 @@ def bare_pass_seconds(target, tokens: int, context: int = 128, repeats: int = 5)
     seconds = []
     with torch.no_grad():
         for _ in range(repeats + 1):
-            cache = target(input_ids=ids[:, :context], use_cache=True, logits_to_keep=1).cache
+            prompt = target(input_ids=ids[:, :context], use_cache=True, logits_to_keep=1)
+            cache = prompt.cache
+            prompt.logits[0, -1, -1].item()  # a GPU is done once a result is read
             start = time.perf_counter()
             target(input_ids=ids[:, context:], cache=cache, use_cache=True).logits[0, -1, -1].item()
             seconds.append(time.perf_counter() - start)

@@ -77,6 +77,7 @@ def head_examples(model: DistillationModel, batches) -> HeadExamples:
             blocks.supervised.float(),
             alpha=1.0,
             with_acceptance=model.settings.length_head_labels == "sampling",
+            whole_head=model._whole_head[0],
         )
         labels = HeadLabels.of(blocks, result)
         logits = head(blocks.hidden).float()

@@ -12,6 +12,10 @@ from ..errors import AdaFlashError
 from ..kernels import RaggedQueries
 
 
+# Elements of the largest mask that is kept from layer to layer.
+_KEPT_MASK = 2**20
+
+
 class PackedBatch(RaggedQueries):
     """The tokens of one forward pass: which row and position each has.
 
@@ -88,17 +92,23 @@ class PackedBatch(RaggedQueries):
         self.weights.append((weights, sliding_window))
         return output[None], None
 
+    def _tail_mask(self, row: int, count: int, length: int, device: torch.device) -> torch.Tensor:
+        """Bool `[count, length]`, for the end of a prompt that began in another row. Kept for the other layers, on
+        each device, unless it is large: masks of many long rows would fill the memory."""
+        mask = self._tails.get((row, device))
+        if mask is None:
+            mask = torch.ones(count, length, dtype=torch.bool, device=device).tril(length - count)
+            if mask.numel() <= _KEPT_MASK:
+                self._tails[row, device] = mask
+        return mask
+
     def _prefill_attention(self, query, key, value, scaling) -> torch.Tensor:
         """Row by row and causal, so that a long prompt never needs a mask of its length squared."""
         outputs, start = [], 0
         for row, (count, length) in enumerate(zip(self.counts, self.prompt_lengths, strict=True)):
             if not count:
                 continue
-            if count < length and row not in self._tails:  # the end of a prompt that began in another row
-                self._tails[row] = torch.ones(count, length, dtype=torch.bool, device=query.device).tril(
-                    length - count
-                )
-            mask = self._tails.get(row)
+            mask = self._tail_mask(row, count, length, query.device) if count < length else None
             outputs.append(
                 F.scaled_dot_product_attention(
                     query[:, :, start : start + count],

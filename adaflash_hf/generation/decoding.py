@@ -59,10 +59,16 @@ def assisted_decoding(
     # 1. Set up.
     target, inputs_at = Target(model, drafter.config), input_device(model, input_ids)
     batch_size = input_ids.shape[0]
-    queue = take_queue() or Queue(batch_size)
+    asked = take_queue()
+    queue = Queue(batch_size) if asked is None else asked
     keep = generation_config.return_dict_in_generate
     keep_cache = keep or getattr(cache, "_is_user_defined", False)
-    choice = TargetChoice(logits_processor, generation_config.do_sample, keep and generation_config.output_scores)
+    choice = TargetChoice(
+        logits_processor,
+        generation_config.do_sample,
+        keep and generation_config.output_scores,
+        hide_padding=asked is not None,
+    )
     policy = drafter.generation_config
     drafts_at_all = 0 not in (policy.num_assistant_tokens, most)
     weighs_costs = policy.length_policy == "budget" and drafts_at_all and not drafter.draft_processors
@@ -83,7 +89,7 @@ def assisted_decoding(
     device = input_ids.device
     finished_keys: dict[int, list] = {}
 
-    if queue.max_live_rows < batch_size:
+    if asked is not None:
         if prefill_kwargs is not None or stopping.others or not (choice.scores_only or choice.row_by_row):
             raise AdaFlashValueError(
                 "A queue of prompts takes no stopping criteria, processors with memory, images or caches, which "
@@ -195,7 +201,7 @@ def assisted_decoding(
     report(statistics)
     if generator.costs_were_wrong:
         forget_costs(describe(model, drafter))
-    sequences = rows.tokens[:, : max(rows.lengths)]
+    sequences = rows.tokens[:, : max(rows.lengths)].contiguous()
     if keep_cache:
         fill_cache(cache, finished_keys, rows)
     if not keep:

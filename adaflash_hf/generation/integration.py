@@ -22,6 +22,7 @@ from ..target import Target
 from .attention import ragged_attention
 from .logits_process import AdaptiveLengthLogitsProcessor
 from .queue import queue_waits
+from .stopping import longest
 
 
 ATTENTION_NAME = "adaflash_ragged"
@@ -184,13 +185,14 @@ def _decode(model, drafter, input_ids, logits_processor, stopping_criteria, gene
     _fit_cache(cache, input_ids, mask)
     if not bool(mask.any(dim=1).all()):
         raise AdaFlashValueError("`attention_mask` hides a whole row: every prompt needs at least one token.")
+    _check_rope(text_config, mask, longest(stopping_criteria, input_ids.shape[1]) - input_ids.shape[1])
     in_order = bool((mask.long().diff(dim=1) >= 0).all())
     if not in_order and getattr(text_config, "sliding_window", None) is not None:
         raise AdaFlashValueError(
             "`attention_mask` has holes or right padding, which sliding windows would count: pad prompts on the left."
         )
     plain_positions = position_ids is None or (
-        position_ids.dim() == 2 and torch.equal(position_ids * mask, (mask.long().cumsum(dim=1) - 1) * mask)
+        position_ids.shape == mask.shape and torch.equal(position_ids * mask, (mask.long().cumsum(dim=1) - 1) * mask)
     )
     from_nothing = int(cache.get_seq_length()) == 0 and not given and in_order and plain_positions
     own = generation_config.output_hidden_states or generation_config.output_attentions
@@ -231,6 +233,28 @@ def _visible(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, confi
     return input_ids.new_ones(len(input_ids), getattr(config, "_mask_length", input_ids.shape[1])).bool()
 
 
+def _check_rope(text_config, mask: torch.Tensor, new_tokens: int) -> None:
+    """Refuses rows that outgrow the length at which the frequencies of all positions change: plain `generate` then
+    reads them anew (LongRoPE) or changes them with each token (dynamic NTK), and either by the longest row.
+
+    Raises:
+        AdaFlashValueError: naming the length.
+    """
+    given = getattr(text_config, "rope_parameters", None) or {}
+    for rope in [given] if "rope_type" in given else given.values():
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        if kind not in ("longrope", "dynamic"):
+            continue
+        named = rope.get("original_max_position_embeddings")
+        limit = named or getattr(text_config, "original_max_position_embeddings", text_config.max_position_embeddings)
+        shortest, longest_row = int(mask.sum(dim=1).min()), int(mask.sum(dim=1).max()) + new_tokens
+        if longest_row > limit and not (kind == "longrope" and shortest > limit):
+            raise AdaFlashValueError(
+                f"`rope_parameters` of type {kind!r} change all positions once a row passes {limit} tokens, which "
+                "drafts can't follow: keep prompt and new tokens within that, or generate without the drafter."
+            )
+
+
 def _fit_cache(cache, input_ids: torch.Tensor, mask: torch.Tensor) -> None:
     """Checks a reused cache. Where it covers the whole prompt, its last token is read once more.
 
@@ -258,6 +282,12 @@ def plain_prefill(model, input_ids: torch.Tensor, generation_config, model_kwarg
     """transformers' own reading of the prompt. Its output; the cache in `model_kwargs` is filled."""
     with _target_lock(model):
         return model._prefill(input_ids, generation_config, dict(model_kwargs))
+
+
+def attention_implementation(model) -> str:
+    """The attention that the target's configuration names, whatever another thread's packed pass has put there."""
+    with _target_lock(model):
+        return model.get_decoder().config._attn_implementation
 
 
 def _target_lock(model) -> threading.Lock:

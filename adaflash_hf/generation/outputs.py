@@ -6,6 +6,7 @@ Where a row had already finished, or is padded, entries are 0.
 import torch
 from transformers import GenerationConfig
 
+from .integration import attention_implementation
 from .passes import Pass
 from .prefill import Prefill
 from .rows import Rows
@@ -33,7 +34,7 @@ class Outputs:
 
     def keeps_weights(self, model) -> bool:
         """Whether passes have to collect attention weights: only eager attention gives any."""
-        return self.wanted["attentions"] and model.get_decoder().config._attn_implementation == "eager"
+        return self.wanted["attentions"] and attention_implementation(model) == "eager"
 
     def add(self, index: int, of: Pass, first: int, count: int, scores: torch.Tensor | None) -> None:
         """Keeps what pass `of` says about `count` committed tokens of row `index`.

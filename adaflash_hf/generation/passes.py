@@ -39,7 +39,7 @@ def packed_pass(
     tokens: torch.Tensor,
     packed: PackedBatch,
     cache: RaggedCache,
-    last: torch.Tensor | None = None,
+    last: list[int] | None = None,
     position_offsets: torch.Tensor | None = None,
     output_hidden_states: bool = False,
 ) -> Pass:

@@ -22,8 +22,9 @@ from .passes import input_device, pack, packed_pass
 from .rows import Rows
 
 
-# Most elements of the mask of a prompt's tail; a longer one is read whole, which needs none.
-_MASK_ELEMENTS = 2**26
+# A prompt's tail needs a mask, which a prompt read whole does without. One of more elements than `_LARGE_MASK` has to
+# save an eighth of the prompt, and none has more than `_LARGEST_MASK`.
+_LARGE_MASK, _LARGEST_MASK = 2**22, 2**24
 
 
 @dataclass
@@ -81,7 +82,7 @@ def packed_prefill(
     packed = pack(nothing + reading.counts, nothing + starts, device, prompt_lengths=nothing + lengths, **keys)
     ends = torch.tensor([length - n for length, n in zip(lengths, copied, strict=True)]).cumsum(0) - 1
     tokens = torch.cat([prompt[n:] for prompt, n in zip(prompts, starts, strict=True)])
-    done = packed_pass(target, tokens, packed, cache, last=reading.sources[ends].to(device))
+    done = packed_pass(target, tokens, packed, cache, last=reading.sources[ends].tolist())
     features = done.features
     if keys:
         features = features[reading.sources.to(features.device)]
@@ -138,7 +139,9 @@ def _shared(before: np.ndarray, prompt: np.ndarray) -> int:
     length = min(len(before), len(prompt))
     different = before[:length] != prompt[:length]
     alike = int(different.argmax()) if different.any() else length
-    return alike if (len(prompt) - alike) * len(prompt) <= _MASK_ELEMENTS else 0
+    elements = (len(prompt) - alike) * len(prompt)
+    pays = elements <= _LARGE_MASK or (elements <= _LARGEST_MASK and 8 * alike >= len(prompt))
+    return alike if pays else 0
 
 
 def own_prefill(target: Target, rows: Rows, mask, cache: RaggedCache, generation_config, model_kwargs) -> Prefill:

@@ -48,6 +48,20 @@ _ROW_BY_ROW = (
 )
 
 
+# Those of them that would find runs of tokens in padding.
+_SEEKING_RUNS = (hf.NoRepeatNGramLogitsProcessor, hf.SequenceBiasLogitsProcessor)
+
+
+class _WithoutPadding(hf.LogitsProcessor):
+    """Shows a processor a row's tokens without the `padding` before them."""
+
+    def __init__(self, processor: hf.LogitsProcessor, padding: int):
+        self.processor, self.padding = processor, padding
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        return self.processor(input_ids[:, self.padding :], scores)
+
+
 class TargetChoice:
     """Turns the target's logits into committed tokens.
 
@@ -55,10 +69,19 @@ class TargetChoice:
         processors: as prepared by `generate`, warpers included.
         do_sample: sample, or take the argmax.
         keep_scores: also return processed scores of every committed token.
+        hide_padding: rows are prompts of a queue, whose answers must not depend on each other's lengths; else padding
+            is looked at as in plain `generate`.
     """
 
-    def __init__(self, processors: LogitsProcessorList, do_sample: bool, keep_scores: bool = False):
+    def __init__(
+        self,
+        processors: LogitsProcessorList,
+        do_sample: bool,
+        keep_scores: bool = False,
+        hide_padding: bool = False,
+    ):
         self.processors, self.do_sample, self.keep_scores = processors, do_sample, keep_scores
+        self.hide_padding = hide_padding
         self.scores_only = all(type(processor) in _SCORES_ONLY for processor in processors)
         # The verification kernel applies a temperature that comes alone.
         kinds = [type(processor) for processor in processors]
@@ -97,7 +120,8 @@ class TargetChoice:
             yield self._all_at_once(logits, tokens, counts, starts, draft, indices)
         elif self.row_by_row:
             prefixes = [rows.prefix(place) for place in range(first, len(rows.live))]
-            yield self._row_by_row(logits, tokens, counts, starts, draft, indices, prefixes)
+            paddings = [rows.padding(index) if self.hide_padding else 0 for index in indices]
+            yield self._row_by_row(logits, tokens, counts, starts, draft, indices, prefixes, paddings)
         else:
             yield from self._in_step(logits, tokens, counts, starts, draft, rows)
 
@@ -132,11 +156,13 @@ class TargetChoice:
         new = [[*drafted[s + 1 : s + 1 + a], b] for (s, a), b in zip(taken, bonus, strict=True)]
         return new, [scores[s : s + a + 1].float() / temperature for s, a in taken] if self.keep_scores else None
 
-    def _row_by_row(self, logits, tokens, counts, starts, draft: Draft, indices: list[int], prefixes: list):
+    def _row_by_row(
+        self, logits, tokens, counts, starts, draft: Draft, indices: list[int], prefixes: list, paddings: list[int]
+    ):
         new, kept = [], []
         for row, (start, index, prefix) in enumerate(zip(starts, indices, prefixes, strict=True)):
             row_new, row_scores, matched = [], [], True
-            processors = self._of_row(index)
+            processors = self._of_row(index, paddings[row])
             while matched:
                 scores = processors(prefix, logits[start + len(row_new)][None].float())[0]
                 token, matched = self._at(scores, tokens, counts, draft, row, start, len(row_new))
@@ -147,13 +173,15 @@ class TargetChoice:
             kept.append(torch.stack(row_scores) if self.keep_scores else None)
         return new, kept if self.keep_scores else None
 
-    def _of_row(self, index: int) -> LogitsProcessorList:
-        """The processors for one row alone: a repetition penalty knows the rows' padding."""
+    def _of_row(self, index: int, padding: int) -> LogitsProcessorList:
+        """The processors for one row alone: a repetition penalty knows the rows' padding, others are not shown it."""
         alone = LogitsProcessorList(self.processors)
         for i, processor in enumerate(alone):
             if isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):
                 alone[i] = copy.copy(processor)
                 alone[i].prompt_ignore_length = processor.prompt_ignore_length[index : index + 1]
+            elif padding and isinstance(processor, _SEEKING_RUNS):
+                alone[i] = _WithoutPadding(processor, padding)
         return alone
 
     def _in_step(self, logits, tokens, counts, starts, draft: Draft, rows: Rows):

@@ -21,12 +21,16 @@ def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> dict[
     return {"input_ids": input_ids.to(device), "attention_mask": attention_mask.to(device)}
 
 
+# Columns that no row reaches: a tokenizer without a limit names 10**30, which no tensor holds.
+_FOREVER = 2**40
+
+
 class Rows:
     """Committed tokens of all rows of a call, and which of them are live.
 
-    `tokens` is `[batch, capacity]` with the caller's left padding; `lengths[i]` counts row i's columns, padding
-    included; `live` lists the batch indices of the rows still generating, in the order of the cache's rows; `waiting`
-    those that have yet to start.
+    `tokens` is `[batch, capacity]` with the caller's left padding, and grows; `lengths[i]` counts row i's columns,
+    padding included; `live` lists the batch indices of the rows still generating, in the order of the cache's rows;
+    `waiting` those that have yet to start.
 
     Args:
         input_ids: int64 `[b, L]`.
@@ -38,10 +42,10 @@ class Rows:
 
     def __init__(self, input_ids: torch.Tensor, mask: torch.Tensor, max_length: int, pad_token_id: int):
         batch, width = input_ids.shape
-        self.prompt_width, self.max_length, self.pad_token_id = width, max_length, pad_token_id
+        self.prompt_width, self.max_length, self.pad_token_id = width, min(max_length, _FOREVER), pad_token_id
         self.past = mask.shape[1] - width
-        self.tokens = input_ids.new_full((batch, max(max_length, width)), pad_token_id)
-        self.tokens[:, :width] = input_ids
+        self.tokens = input_ids
+        self._reserve(width + 1)
         self.prompt_slots = mask.sum(dim=1).tolist()
         self.lengths = [width] * batch
         self.live: list[int] = []
@@ -54,6 +58,17 @@ class Rows:
         """Makes up to `most` waiting rows live, behind the others."""
         self.live.extend(self.waiting.popleft() for _ in range(min(most, len(self.waiting))))
 
+    def _reserve(self, columns: int) -> None:
+        """Makes room for so many columns."""
+        if columns > self.tokens.shape[1]:
+            grown = min(max(columns, 2 * self.tokens.shape[1], 256), max(self.max_length, columns))
+            missing = grown - self.tokens.shape[1]
+            self.tokens = torch.nn.functional.pad(self.tokens, (0, missing), value=self.pad_token_id)
+
+    def padding(self, index: int) -> int:
+        """Columns before a row's prompt that it may not look at."""
+        return self.prompt_width - int(self._visible[index].sum())
+
     def prompt(self, index: int) -> torch.Tensor:
         """The visible tokens of a row's prompt, int64 `[n]`."""
         return self.tokens[index, : self.prompt_width][self._visible[index]]
@@ -65,6 +80,7 @@ class Rows:
     def commit(self, index: int, tokens: list[int]) -> None:
         """Appends tokens to the row at a batch index."""
         length = self.lengths[index]
+        self._reserve(length + len(tokens))
         self.tokens[index, length : length + len(tokens)] = torch.tensor(tokens, device=self.tokens.device)
         self.lengths[index] += len(tokens)
 

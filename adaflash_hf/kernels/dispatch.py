@@ -6,6 +6,7 @@ and for comparing the two; the twin is always a correct choice, on any device.
 
 import contextlib
 import contextvars
+import functools
 
 import torch
 
@@ -64,6 +65,20 @@ def takes_triton(tensor: torch.Tensor) -> bool:
     if tensor.dtype not in KERNEL_DTYPES:
         raise AdaFlashValueError(f"The Triton kernels have no {tensor.dtype}: use float16, bfloat16 or float32.")
     return True
+
+
+def on_its_device(launch):
+    """Runs a function that launches kernels on the device of its first argument: Triton itself takes the current one,
+    whatever device the tensors are on."""
+
+    @functools.wraps(launch)
+    def launched(first: torch.Tensor, *args, **kwargs):
+        if first.device.type != "cuda":
+            return launch(first, *args, **kwargs)
+        with torch.cuda.device(first.device):
+            return launch(first, *args, **kwargs)
+
+    return launched
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dispatch import num_splits
+from .dispatch import num_splits, on_its_device
 from .greedy_verify import no_tokens
 
 
@@ -92,6 +92,7 @@ def accept_argmax_kernel(
     tl.store(bonus + row, choice.to(tl.int64))
 
 
+@on_its_device
 def greedy_verify_triton(scores: torch.Tensor, tokens: torch.Tensor, offsets: torch.Tensor):
     """Launches the kernels; arguments and results as in `greedy_verify`."""
     num_tokens, vocab_size = scores.shape

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dispatch import multiprocessors
+from .dispatch import multiprocessors, on_its_device
 from .ragged_attention import RaggedQueries, reach
 
 
@@ -160,6 +160,7 @@ def block_sizes(dtype: torch.dtype, groups: int, width: int, head_dim: int) -> t
     return max(16, block_m, triton.next_power_of_2(groups)), block_n, max(16, triton.next_power_of_2(head_dim))
 
 
+@on_its_device
 def ragged_attention_triton(
     query: torch.Tensor,
     key: torch.Tensor,

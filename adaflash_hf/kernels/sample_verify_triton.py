@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dispatch import num_splits
+from .dispatch import num_splits, on_its_device
 from .greedy_verify import no_tokens
 from .noise import ACCEPT, RACE, key_words
 from .noise_triton import exponential_of, philox_words, uniform_of
@@ -239,6 +239,7 @@ def winner_kernel(
     tl.store(bonus + row, tl.where(is_nan, -1, winner).to(tl.int64))
 
 
+@on_its_device
 def sample_verify_triton(
     scores, tokens, offsets, seed, temperature=1.0, draft_scores=None, draft_temperature=1.0, draft_columns=None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .dispatch import on_its_device
+
 
 BLOCK_I, BLOCK_J = 32, 64
 _NO_INDEX = tl.constexpr(2147483647)
@@ -79,6 +81,7 @@ def choose_kernel(
     tl.store(lengths + row, chosen, mask=row < rows)
 
 
+@on_its_device
 def survival_lengths_triton(survival: torch.Tensor, costs: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
     """Launches the kernels; arguments and result as in `survival_lengths`."""
     rows, positions = survival.shape

@@ -80,5 +80,12 @@ class AdaFlashTrainingArguments(TrainingArguments):
         for key in ("anchors_per_sequence", "steps_per_version", "rollout_passes", "max_staleness"):
             if getattr(self, key) < 1:
                 raise AdaFlashValueError(f"`{key}` is {getattr(self, key)}: use 1 or more.")
+        if self.fp16:
+            raise AdaFlashValueError("`fp16` can't hold the gradients of rare tokens: use `bf16`, or neither.")
+        if self.push_to_hub:
+            raise AdaFlashValueError(
+                "`push_to_hub` would upload all of `output_dir`, training text included: leave it out, and call "
+                "`push_to_hub` of the finished drafter, or `hf upload REPO OUTPUT_DIR/drafter`."
+            )
         if self.mode == "on_policy" and self.max_steps < 1:
             raise AdaFlashValueError("`max_steps` is missing: rollouts never end, so say how long to train.")

@@ -80,6 +80,7 @@ class DistillationModel(nn.Module):
         """Follows the drafter's `draft_token_ids`: the head's rows, and the index of each token among them or -1."""
         token_ids = getattr(self.drafter, "draft_token_ids", None)
         self._head = (self._target[0].head_rows(token_ids),)
+        self._whole_head = (None if token_ids is None else self._target[0].head_rows(None),)
         if token_ids is not None:
             self.draft_index.fill_(-1)
             self.draft_index[token_ids.to(self.draft_index.device)] = torch.arange(len(token_ids)).to(self.draft_index)
@@ -108,6 +109,7 @@ class DistillationModel(nn.Module):
                 clip=settings.kl_clip,
                 acceptance_weight=acceptance_weight,
                 with_acceptance=settings.length_head_labels == "sampling",
+                whole_head=self._whole_head[0],
             )
         head_labels = HeadLabels.of(blocks, result)
         loss = 0.0 if settings.length_head_only else result.loss

@@ -56,6 +56,7 @@ def distillation_loss(
     clip: float | None = None,
     acceptance_weight: float | torch.Tensor = 0.0,
     with_acceptance: bool = False,
+    whole_head=None,
 ) -> DistillationLoss:
     """The loss of m blocks of k drafted positions, summed with weights.
 
@@ -68,9 +69,21 @@ def distillation_loss(
         weights: float32 `[m, k]`; 0 where unsupervised, and such positions cost nothing.
         acceptance_weight: weight of each block's end-to-end term; 0 leaves it out.
         with_acceptance: also return `acceptance`.
+        whole_head: the head over all of the target's tokens, where `head` has the draft vocabulary alone: what the
+            teacher gives to the others is never accepted.
     """
     loss, hits, acceptance = _Distillation.apply(
-        hidden, teacher_hidden, head, labels, weights, alpha, divergence, clip, acceptance_weight, with_acceptance
+        hidden,
+        teacher_hidden,
+        head,
+        labels,
+        weights,
+        alpha,
+        divergence,
+        clip,
+        acceptance_weight,
+        with_acceptance,
+        whole_head,
     )
     return DistillationLoss(loss, hits, acceptance)
 
@@ -78,7 +91,18 @@ def distillation_loss(
 class _Distillation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden, teacher_hidden, head, labels, weights, alpha, divergence, clip, acceptance_weight, with_acceptance
+        ctx,
+        hidden,
+        teacher_hidden,
+        head,
+        labels,
+        weights,
+        alpha,
+        divergence,
+        clip,
+        acceptance_weight,
+        with_acceptance,
+        whole_head,
     ):
         needs_grad = ctx.needs_input_grad[0]
         end_to_end = torch.is_tensor(acceptance_weight) or acceptance_weight > 0
@@ -88,7 +112,8 @@ class _Distillation(torch.autograd.Function):
         acceptance = torch.ones(labels.shape, device=hidden.device) if end_to_end or with_acceptance else None
         hidden_grad = torch.zeros_like(hidden) if needs_grad else None
         elements = _CHUNK_ELEMENTS.get(hidden.device.type, _CHUNK_ELEMENTS["cuda"])
-        blocks = max(1, elements // (head(hidden[:1, 0]).shape[-1] * hidden.shape[1]))
+        widest = head if acceptance is None or whole_head is None else whole_head
+        blocks = max(1, elements // (widest(hidden[:1, 0]).shape[-1] * hidden.shape[1]))
         for start in range(0, len(hidden), blocks):
             rows = slice(start, start + blocks)
             mask = supervised[rows]
@@ -99,15 +124,20 @@ class _Distillation(torch.autograd.Function):
             hits[rows] = hits[rows].masked_scatter(mask, logits.argmax(dim=-1) == y)
             student, teacher = torch.log_softmax(logits.detach(), dim=-1, dtype=torch.float32), None
             if alpha < 1 or acceptance is not None:
-                teacher = torch.log_softmax(head(teacher_hidden[rows][mask]), dim=-1, dtype=torch.float32)
+                teacher_logits = head(teacher_hidden[rows][mask])
+                teacher = torch.log_softmax(teacher_logits, dim=-1, dtype=torch.float32)
             grad = 0
             if acceptance is not None:
-                a = _acceptance(student, teacher)
+                accepting = teacher
+                if whole_head is not None:
+                    whole = whole_head(teacher_hidden[rows][mask]).float().logsumexp(dim=-1, keepdim=True)
+                    accepting = teacher_logits.float() - whole
+                a = _acceptance(student, accepting)
                 acceptance[rows] = acceptance[rows].masked_scatter(mask, a)
             if end_to_end:
                 miss, slope = _expected_miss(acceptance[rows], mask)
                 total += acceptance_weight * miss
-                grad = _acceptance_gradient(student, teacher, acceptance_weight * slope[mask])
+                grad = _acceptance_gradient(student, accepting, acceptance_weight * slope[mask])
             with torch.autocast(student.device.type, enabled=False):  # which would take dot products in half precision
                 loss, token_grad = _token_loss(student, teacher, y, weights[rows][mask], alpha, divergence, clip)
             total += loss
@@ -125,7 +155,7 @@ class _Distillation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad, *unused):
         (hidden_grad,) = ctx.saved_tensors
-        return (hidden_grad * grad).to(hidden_grad.dtype), *[None] * 9
+        return (hidden_grad * grad).to(hidden_grad.dtype), *[None] * 10
 
 
 def _token_loss(student, teacher, labels, weights, alpha, divergence, clip):

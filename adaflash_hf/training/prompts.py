@@ -191,6 +191,8 @@ def _stdlib_prompts() -> list[str]:
                     signature = str(inspect.signature(function))
                 except (TypeError, ValueError):
                     continue
+                if " at 0x" in signature:  # a default's memory address: other text in each process
+                    continue
                 body = doc.replace("\n", "\n    ")
                 found[name] = f'{CODE_INSTRUCTION}def {name}{signature}:\n    """{body}\n    """\n'
     return [found[name] for name in sorted(found)]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader
+from transformers import set_seed
 from transformers.utils import logging
 
 from ..chat_template import read_flags
@@ -56,15 +57,15 @@ def run_training(
     if args.mode == "on_policy":
         if prompts.features is not None:
             raise AdaFlashValueError("`features` is text made before: leave it out with `mode` on_policy.")
-        drafter = make_drafter(target, shape)
+        drafter = make_drafter(target, shape, args.seed)
         if not external_workers and args.process_index == 0:
             exchange = Exchange(args.exchange or output / "exchange")
             worker = RolloutWorker(target, tokenizer, load_prompts(prompts), exchange, rollout)
     else:
-        named = make_drafter(target, shape) if shape.drafter is not None else None
+        named = make_drafter(target, shape, args.seed) if shape.drafter is not None else None
         layout = drafter_config(target, shape) if named is None else named.config
         dataset = load_features(Target(target, layout), tokenizer, prompts, rollout, args)
-        drafter = make_drafter(target, shape, dataset) if named is None else named
+        drafter = make_drafter(target, shape, args.seed, dataset) if named is None else named
     trainer = AdaFlashTrainer(drafter, target, args, train_dataset=dataset, rollout_worker=worker)
     flags = template_flags(prompts, rollout, dataset, external_workers)
     warn_of_other_flags(drafter, flags)
@@ -72,11 +73,15 @@ def run_training(
     record_training(trainer, prompts, rollout, flags)
     trainer.save_drafter(output / "drafter")
     if dataset is not None and drafter.length_head is not None:
-        if args.world_size == 1:
-            calibrate_head(trainer, dataset)
-            trainer.save_drafter(output / "drafter")
+        if trainer.is_fsdp_enabled:
+            logger.warning_once(
+                "The length head isn't calibrated, since the drafter is sharded: run the same command once more in "
+                f"one process, with `--max_steps {trainer.state.max_steps}`, for that."
+            )
         else:
-            logger.warning("The length head isn't calibrated: run the same command once more in one process for that.")
+            if args.should_save:
+                calibrate_head(trainer, dataset)
+            trainer.save_drafter(output / "drafter")
     return output / "drafter"
 
 
@@ -180,8 +185,13 @@ def _losses(args: AdaFlashTrainingArguments) -> str:
     return ", ".join(parts)
 
 
-def make_drafter(target, shape: DrafterArguments, dataset: FeatureShards | None = None) -> AdaFlashDrafter:
-    """The named drafter in float32, with a new length head where it has none and one is wanted, or a new drafter."""
+def make_drafter(target, shape: DrafterArguments, seed: int, dataset: FeatureShards | None = None) -> AdaFlashDrafter:
+    """The named drafter in float32, with a new length head where it has none and one is wanted, or a new drafter.
+
+    Args:
+        seed: of new weights, so that a run that was killed before its first checkpoint begins again as it began.
+    """
+    set_seed(seed)
     if shape.drafter is not None:
         drafter = AdaFlashDrafter.from_pretrained(shape.drafter, dtype=torch.float32)
         if drafter.length_head is None and shape.length_head != "none":

@@ -3,7 +3,7 @@
 `offline`: the text is fixed (the target's own responses, `training/rollouts.py`). `on_policy`: the target answers
 prompts with the drafter as it is being trained (`training/rollout_worker.py`), and the drafter is published every
 `steps_per_version` steps. Everything but data and loss, that is devices, mixed precision, accumulation, logging,
-checkpoints, resume and push, is the Trainer's.
+checkpoints and resume, is the Trainer's.
 """
 
 import contextlib
@@ -171,8 +171,8 @@ class AdaFlashTrainer(Trainer):
             self._sums = {}
         super().log(logs, *args, **kwargs)
 
-    def _clip_grad_norm(self, *args, **kwargs):
-        norm = super()._clip_grad_norm(*args, **kwargs)
+    def _get_grad_norm(self, *args, **kwargs):  # called whether or not `max_grad_norm` clips
+        norm = super()._get_grad_norm(*args, **kwargs)
         if norm is not None and not torch.isfinite(torch.as_tensor(norm)):
             raise AdaFlashError(
                 f"The gradient norm is {float(norm)} at step {self.state.global_step}: lower `learning_rate`; resume "
@@ -249,11 +249,10 @@ class AdaFlashTrainer(Trainer):
             output_dir = Path(output_dir or self.args.output_dir)
             self._save_drafter(output_dir, state_dict)
             torch.save(self.args, output_dir / "training_args.bin")
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def save_drafter(self, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Saves the drafter alone, for use, in `dtype`. All processes call it."""
+        """Saves the drafter alone, for use, in `dtype`. All processes call it; the one that saves it is the
+        only one that finds it whole afterwards."""
         state_dict = self._state_dict()
         if self.args.should_save:
             self._save_drafter(folder, state_dict)

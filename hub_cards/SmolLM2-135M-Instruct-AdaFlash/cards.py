@@ -89,10 +89,12 @@ def render_card(config, details: CardDetails, folder: str | Path, parameters: in
         parameters: number of weights.
     """
     name = details.repo_id or Path(folder).as_posix()
+    title = Path(name).name or Path(folder).resolve().name  # "." has no name of its own
     is_drafter = isinstance(config, AdaFlashConfig)
     base_model = details.base_model or (config.target_model if is_drafter else None)
     # A folder on this machine means nothing on the Hub.
-    is_repo_id = base_model is not None and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base_model) is not None
+    is_repo_id = base_model is not None and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", base_model) is not None
+    is_repo_id = is_repo_id and not Path(base_model).is_dir()
     rows = _drafter_rows(config) if is_drafter else _head_rows(config)
     rows |= {
         "parameters": f"{parameters:,}",
@@ -107,7 +109,7 @@ def render_card(config, details: CardDetails, folder: str | Path, parameters: in
         library_name="transformers",
         license=details.license,
         # The name that the results below are filed under.
-        model_name=Path(name).name if tau else None,
+        model_name=title if tau else None,
         pipeline_tag="text-generation" if is_drafter else None,
         tags=TAGS + ([] if is_drafter else ["length-head"]),
         eval_results=[
@@ -126,7 +128,7 @@ def render_card(config, details: CardDetails, folder: str | Path, parameters: in
     card = ModelCard.from_template(
         data,
         template_str=_TEMPLATE,
-        title=Path(name).name,
+        title=title,
         name=name,
         is_drafter=is_drafter,
         link=f"[{base_model}](https://huggingface.co/{base_model})" if is_repo_id else base_model,

@@ -81,8 +81,8 @@ class HubModel(PreTrainedModel):
             self.write_card(save_directory)
         if push_to_hub and is_main_process:
             repo_id = hub.pop("repo_id", None) or Path(save_directory).name
-            sharding = {key: kwargs[key] for key in ("max_shard_size",) if key in kwargs}
-            self.push_to_hub(repo_id, token=kwargs.get("token"), **hub, **sharding)
+            saving = {key: kwargs[key] for key in ("max_shard_size", *_SAVING_ARGUMENTS) if key in kwargs}
+            self.push_to_hub(repo_id, token=kwargs.get("token"), **hub, **saving)
 
     def write_card(self, folder) -> None:
         """Writes README.md and `card.json` into `folder`."""
@@ -102,24 +102,32 @@ class HubModel(PreTrainedModel):
         revision: str | None = None,
         create_pr: bool = False,
         max_shard_size: int | str = "50GB",
+        **saving,
     ) -> str:
         """Uploads weights, configuration, card and code, in one commit that replaces files of the same names.
 
         Args:
             repo_id: name of the repo; created when missing, and the name that the card's snippets load.
-            revision: branch to push to; created when missing.
+            revision: branch to push to; created when missing. Or a pull request's (`refs/pr/N`).
+            saving: `variant` and `state_dict`, as in `save_pretrained`.
             (The others are as in transformers.)
+
+        Raises:
+            TypeError: for another argument.
 
         Returns:
             The URL of the commit.
         """
+        unknown = saving.keys() - set(_SAVING_ARGUMENTS)
+        if unknown:
+            raise TypeError(f"`{unknown.pop()}` is no argument of `push_to_hub` here: leave it out.")
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision is not None and not create_pr:
+        if revision is not None and not create_pr and not revision.startswith("refs/"):  # a pull request's is there
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         self.card.repo_id = repo_id
         with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder, max_shard_size=max_shard_size)
+            self.save_pretrained(folder, max_shard_size=max_shard_size, **saving)
             return api.upload_folder(
                 repo_id=repo_id,
                 folder_path=folder,
@@ -128,8 +136,9 @@ class HubModel(PreTrainedModel):
                 revision=revision,
                 create_pr=create_pr,
                 # Else the whole file of an earlier push would win over the shards of this one.
-                delete_patterns=["*.safetensors", "*.safetensors.index.json"],
+                delete_patterns=["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"],
             )
 
 
 _PUSH_ARGUMENTS = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr")
+_SAVING_ARGUMENTS = ("variant", "state_dict")

@@ -65,6 +65,15 @@ def test_a_whole_run(tiny_pair, tmp_path, capsys):
     assert (tmp_path / "throughput.png").stat().st_size > 5000 and (tmp_path / "lengths.png").exists()
 
 
+def test_a_method_leaves_the_drafters_own_policy():
+    """Which transformers' own route follows, too."""
+    target, drafter = make_target(), make_drafter(head="survival")
+    inputs = {"input_ids": torch.tensor([[3, 4, 5]]), "attention_mask": torch.ones(1, 3).long()}
+    for method in ("fixed", "head"):
+        benchmark.run(target, inputs, drafter, method, 0.0, 4)
+        assert drafter.generation_config.length_policy == "budget"
+
+
 def test_cost_only(tiny_pair, capsys):
     benchmark.main(["--drafter", "tiny", "--cost"])
     assert json.loads(capsys.readouterr().out)["tokens"][0] == 1

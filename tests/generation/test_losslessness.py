@@ -1,5 +1,7 @@
 """Greedy output equals plain `generate` in float32, token for token, whatever the drafter proposes."""
 
+import threading
+
 import pytest
 import torch
 from tiny import TARGETS, make_drafter, make_target, ragged_prompts
@@ -7,6 +9,7 @@ from transformers import DynamicCache, MaxLengthCriteria, StoppingCriteria, Stop
 
 from adaflash_hf import AdaFlashValueError, AdaptiveLengthLogitsProcessor, collect_statistics
 from adaflash_hf.generation.logits_process import is_masked
+from adaflash_hf.target import Target
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
@@ -252,6 +255,61 @@ def test_the_returned_cache_serves_a_plain_second_turn(name, oracle):
         second = torch.cat([first.sequences, torch.tensor([[9, 8, 7]])], dim=1)
         turns.append(target.generate(second, cache=first.cache, **GREEDY))
     assert torch.equal(turns[0], turns[1])
+
+
+def test_only_the_new_ids_and_their_positions():
+    target, drafter = make_target(), make_drafter()
+    ids, _ = ragged_prompts((23,))
+    answers = []
+    for assistant in ({}, {"assistant_model": drafter}):
+        cache = DynamicCache(config=target.config)
+        target(ids[:, :20], cache=cache, use_cache=True)
+        rest = {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(20, 23)[None], "cache": cache}
+        answers.append(target.generate(ids[:, 20:], **rest, **assistant, **GREEDY))
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("max_length", [10**6, 10**30])
+def test_no_memory_is_held_for_a_length_that_no_row_reaches(max_length):
+    """A tokenizer without a limit names 10**30."""
+    target, drafter = make_target(), make_drafter()
+    ids, mask = ragged_prompts((5, 3))
+    plain = target.generate(ids, attention_mask=mask, max_new_tokens=400, do_sample=False)
+    ends = sorted({int(row[-9]) for row in plain})
+    options = {"attention_mask": mask, "max_length": max_length, "eos_token_id": ends, "do_sample": False}
+    ours = target.generate(ids, assistant_model=drafter, **options)
+    assert torch.equal(ours, target.generate(ids, **options)) and ours.is_contiguous()
+    assert ours.untyped_storage().nbytes() < 2**20
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_change_on_the_way_are_refused(kind):
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}
+    target = make_target(rope_parameters=rope, max_position_embeddings=64 if kind == "longrope" else 16)
+    drafter = make_drafter()
+    ids, mask = ragged_prompts((5, 9))
+    options = {"attention_mask": mask, "do_sample": False}
+    with pytest.raises(AdaFlashValueError, match=f"'{kind}'.* passes 16 tokens"):
+        target.generate(ids, assistant_model=drafter, max_new_tokens=8, **options)
+    plain = target.generate(ids, max_new_tokens=7, **options)
+    assert torch.equal(target.generate(ids, assistant_model=drafter, max_new_tokens=7, **options), plain)
+    if kind == "longrope":  # all of it past the change
+        ids, mask = ragged_prompts((20, 18))
+        options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 12}
+        assert torch.equal(target.generate(ids, assistant_model=drafter, **options), target.generate(ids, **options))
+
+
+def test_taps_hear_their_own_thread_only():
+    target = Target(make_target(), make_drafter().config)
+    with target.taps() as captured:
+        thread = threading.Thread(target=lambda: target.model(torch.tensor([[3, 4]])))
+        thread.start()
+        thread.join()
+        assert not any(captured.values())
+        target.model(torch.tensor([[3, 4]]))
+    assert all(len(parts) == 1 for parts in captured.values())
 
 
 @pytest.mark.parametrize("limits", [[4], [5], [20], [30, 10], [10, 30]], ids=str)

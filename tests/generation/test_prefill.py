@@ -51,14 +51,22 @@ def rows_of(reading, prompts, held) -> list[list[tuple[int, ...]]]:
 
 
 def test_a_long_tail_is_read_whole(monkeypatch):
-    monkeypatch.setattr(prefill_module, "_MASK_ELEMENTS", 20)
+    monkeypatch.setattr(prefill_module, "_LARGE_MASK", 20)
+    monkeypatch.setattr(prefill_module, "_LARGEST_MASK", 20)
     reading = read_once([[1, 2, 3], [1, 2, 4], [1, *range(5, 12)]])
     assert reading.counts == [3, 1, 8] and reading.sources.tolist() == [0, 1, 2, 0, 1, 3, *range(4, 12)]
 
 
+def test_a_long_tail_has_to_save_an_eighth(monkeypatch):
+    monkeypatch.setattr(prefill_module, "_LARGE_MASK", 20)
+    assert read_once([[1, *range(2, 12)], [1, *range(20, 30)]]).counts == [11, 11]
+    assert read_once([[1, 2, *range(3, 12)], [1, 2, *range(20, 29)]]).counts == [11, 9]
+
+
 @pytest.mark.parametrize("most", [6, 12, 20, 60])
 def test_long_tails_beside_held_texts(most, monkeypatch):
-    monkeypatch.setattr(prefill_module, "_MASK_ELEMENTS", most)
+    monkeypatch.setattr(prefill_module, "_LARGE_MASK", most)
+    monkeypatch.setattr(prefill_module, "_LARGEST_MASK", most)
     prompts, held = [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 9], [1, 2, 8], [1, 2, 3, 4]], [[3], [1, 2, 3, 7]]
     reading = read_once(prompts, [np.array(text) for text in held])
     assert rows_of(reading, prompts, held) == [[tuple(p[: i + 1]) for i in range(len(p))] for p in prompts]
@@ -83,6 +91,25 @@ def test_shared_beginnings_change_nothing(kind, oracle):
     plain = target.generate(**inputs, **GREEDY)
     oracle(plain, every=3)
     assert torch.equal(target.generate(**inputs, assistant_model=drafter, **GREEDY), plain)
+
+
+def test_large_masks_are_not_kept(monkeypatch):
+    from adaflash_hf.generation import attention
+
+    target, drafter = make_target(), make_drafter()
+    inputs = left_padded(PROMPTS, target.device)
+    plain = target.generate(**inputs, **GREEDY)
+    kept, tail_mask = [], attention.PackedBatch._tail_mask
+
+    def watched(self, *args):
+        mask = tail_mask(self, *args)
+        kept.append(len(self._tails))
+        return mask
+
+    monkeypatch.setattr(attention.PackedBatch, "_tail_mask", watched)
+    monkeypatch.setattr(attention, "_KEPT_MASK", 0)
+    assert torch.equal(target.generate(**inputs, assistant_model=drafter, **GREEDY), plain)
+    assert kept and not any(kept)
 
 
 def test_what_is_read(monkeypatch):

@@ -32,6 +32,19 @@ def test_every_answer_equals_its_own_run(policy):
         assert answer == plain
 
 
+def test_runs_are_not_sought_in_padding():
+    """Padding is token 0, which may be a word."""
+    target, drafter = make_target(), make_drafter()
+    prompts = [[0], [0, 0], [5, 0], [7, 8, 9, 10, 11, 0]] + random_prompts(8)
+    for options in ({"no_repeat_ngram_size": 2}, {"sequence_bias": [[[0, 0, 5], 50.0], [[0, 5, 9], 50.0]]}):
+        options |= {"max_new_tokens": 12, "do_sample": False}
+        answers = generate_many(target, drafter, prompts, 4, progress_bar=False, **options)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            ids = torch.tensor([prompt])
+            plain = target.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=2, **options)
+            assert answer == plain[0, len(prompt) :].tolist()
+
+
 def test_only_so_many_rows_are_live(monkeypatch):
     from adaflash_hf.generation import decoding
 
@@ -74,6 +87,7 @@ def test_nested_calls_are_ordinary():
         ({"speculation_type": "dflash"}, "speculation_type"),
         ({"generation_config": GenerationConfig(speculation_type="dflash")}, "speculation_type"),
         ({"drafter": make_target()}, "drafter"),
+        ({"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids)).bool()]}, "stopping criteria"),
     ],
 )
 def test_refusals(arguments, key):

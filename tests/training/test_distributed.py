@@ -10,10 +10,11 @@ from accelerate.utils import DistributedType
 from processes import together
 from test_trainer import arguments, greedy_samples
 from tiny import make_drafter, make_target
-from tiny_tokenizer import make_tokenizer
+from tiny_tokenizer import make_tokenizer, save_target
 
-from adaflash_hf import AdaFlashDrafter
+from adaflash_hf import AdaFlashDrafter, cli
 from adaflash_hf.target import Target
+from adaflash_hf.training import setup
 from adaflash_hf.training.rollouts import build_feature_shards
 from adaflash_hf.training.trainer import AdaFlashTrainer
 
@@ -150,6 +151,36 @@ def test_sharded_mixed_precision_sums_in_float32(samples, tmp_path):
     *dtypes, loss = json.loads((tmp_path / "found.json").read_text())
     assert dtypes == ["torch.bfloat16", "torch.float32", "torch.float32"]
     assert loss == pytest.approx(one_step(tmp_path, samples, 4, False), rel=0.02)
+
+
+def whole_run(folder):
+    setup.training_prompts = lambda domain, count: ["w1 w2", "w3 w4 w5", "w6"][:count]
+    options = {
+        "target": folder / "target",
+        "output_dir": folder / "out",
+        "prompts_per_domain": 3,
+        "rollout_max_new_tokens": 8,
+        "num_layers": 1,
+        "num_taps": 1,
+        "block_size": 4,
+        "mask_token_id": 1,
+        "draft_vocab_size": 16,
+        "bottleneck_size": 8,
+        "max_steps": 2,
+        "per_device_train_batch_size": 1,
+        "use_cpu": "true",
+        "disable_tqdm": "true",
+        "report_to": "none",
+    }
+    assert cli.main(["train", *(word for key, value in options.items() for word in (f"--{key}", str(value)))]) == 0
+
+
+def test_a_whole_run_of_two_processes_calibrates_its_head(tmp_path):
+    save_target(tmp_path / "target", make_target())
+    together(2, whole_run, tmp_path)
+    head = AdaFlashDrafter.from_pretrained(tmp_path / "out" / "drafter").length_head
+    assert head.config.calibrated
+    assert (tmp_path / "out" / "reliability.png").exists()
 
 
 def make_features(folder, count):

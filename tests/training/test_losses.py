@@ -57,6 +57,27 @@ def test_values_and_gradients(alpha, divergence, clip, acceptance_weight, monkey
         torch.testing.assert_close(result.acceptance, accepted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("elements", [2**20, 33])
+def test_what_cannot_be_drafted_is_never_accepted(elements, monkeypatch):
+    """The divergence compares within the draft vocabulary; acceptance is of the teacher's whole distribution."""
+    monkeypatch.setitem(losses._CHUNK_ELEMENTS, "cpu", elements)
+    whole = nn.Linear(6, 29, bias=False).requires_grad_(False)
+    head = nn.Linear(6, 11, bias=False).requires_grad_(False)
+    head.weight.copy_(whole.weight[:11])
+    hidden, teacher = torch.randn(4, 3, 6, requires_grad=True), torch.randn(4, 3, 6)
+    labels, weights = torch.full((4, 3), -1), torch.ones(4, 3)
+    options = {"alpha": 1.0, "acceptance_weight": 1.0, "with_acceptance": True, "whole_head": whole}
+    result = distillation_loss(hidden, teacher, head, labels, weights, **options)
+    q = (hidden.double() @ head.weight.T.double()).softmax(-1)
+    p = (teacher.double() @ whole.weight.T.double()).softmax(-1)[..., :11]
+    accepted = torch.minimum(p, q).sum(-1)
+    torch.testing.assert_close(result.acceptance.double(), accepted, rtol=1e-4, atol=1e-5)
+    expected = (1 - accepted.cumprod(dim=1).mean(dim=1)).sum()
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    grads = [torch.autograd.grad(loss, hidden)[0] for loss in (result.loss, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)
+
+
 def test_gradients_are_not_computed_in_evaluation():
     hidden, teacher, labels = torch.randn(2, 3, 6, requires_grad=True), torch.randn(2, 3, 6), torch.ones(2, 3).long()
     with torch.no_grad():

@@ -191,7 +191,8 @@ def test_a_non_finite_loss_stops_before_the_weights():
     assert torch.equal(drafter.layers[0].mlp.up_proj.weight, before)
 
 
-@pytest.mark.parametrize("key, value", [("divergence", "jsd"), ("alpha", 2.0), ("position_decay", 0.0)])
+@pytest.mark.parametrize("key, value", [("divergence", "jsd"), ("alpha", 2.0), ("position_decay", 0.0), ("fp16", True),
+                                        ("push_to_hub", True)])  # fmt: skip
 def test_arguments_are_checked(key, value, tmp_path):
     with pytest.raises(AdaFlashValueError, match=f"`{key}`"):
         arguments(tmp_path, **{key: value})
@@ -214,11 +215,13 @@ def test_resume_follows_the_saved_draft_vocabulary(tmp_path):
     assert trainer.model.draft_index[2:6].tolist() == [1, -1, 2, -1]
 
 
-def test_a_non_finite_gradient_stops_before_the_weights(tmp_path):
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_a_non_finite_gradient_stops_before_the_weights(max_grad_norm, tmp_path):
     target, drafter = make_target(), make_drafter()
     drafter.norm.weight.register_hook(lambda grad: grad * float("inf"))
     before = drafter.fc.weight.clone()
-    trainer = AdaFlashTrainer(drafter, target, arguments(tmp_path), train_dataset=greedy_samples(target, 4))
+    args = arguments(tmp_path, max_grad_norm=max_grad_norm)
+    trainer = AdaFlashTrainer(drafter, target, args, train_dataset=greedy_samples(target, 4))
     with pytest.raises(AdaFlashError, match="gradient norm"):
         trainer.train()
     assert torch.equal(drafter.fc.weight, before)
